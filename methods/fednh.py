@@ -1,0 +1,312 @@
+"""FedNH: a cosine head whose class prototypes start evenly spread, are never trained, and move slowly to class means.
+
+Dai, Chen, Li, Heinecke, Sun, Xu: Tackling Data Heterogeneity in Federated Learning with Class Prototypes, AAAI 2023
+(arXiv 2212.02758).
+
+Equations and hooks:
+* W^0, K unit vectors of R^d with the largest smallest distance: `start`, by `spread.maxmin`.
+* logits s <h/|h|, W_c>, cross-entropy over the body and s, W fixed: `logits`, `loss`, the groups of `local`.
+* eq. (3), a client's class means of unit embeddings: `class_sums`, `directions`.
+* eq. (4), W_c <- unit(rho W_c + (1 - rho) m_c) with m_c the direction of the clients' weighted mean: `move`.
+* personal model: the body as trained with the W it was trained with: `personal_model`.
+With rho = 1 (FedUH, the fixed uniform head) W is a constant that is sent once, and no class means are taken.
+
+Departures from the authors' code (Yutong-Dai/FedNH @60c3161):
+* it starts from K orthonormal rows, which is not the problem that the paper states: `proto_init`.
+* it drops the normalisation inside the residual blocks for FedNH alone on Tiny-ImageNet: field `resnet_norm`.
+* its seeds are shifted copies of each other, and all clients shuffle alike: fields `client_sampling`, `client_seed`.
+`preset=official_code` restores all three. Everything else that the text leaves open follows the code.
+
+Reference: the tables of the paper are not at hand. Checked against numbers computed by hand and by plain NumPy
+(tests/methods/test_fednh.py): from W = I, rho = 0.9, two clients that own class 0 with 3 and 1 samples move W_0 to
+(0.997269, 0.073856, 0).
+"""
+
+from __future__ import annotations
+
+from collections.abc import Callable
+from dataclasses import dataclass
+from typing import Any, ClassVar
+
+import torch
+import torch.nn.functional as F
+from torch import Tensor
+
+from protofl.errors import UserError
+from protofl.method import (
+    Batch,
+    Client,
+    Group,
+    Last,
+    Method,
+    Model,
+    Program,
+    Rows,
+    Server,
+    Survey,
+    Task,
+    Train,
+    Tree,
+    View,
+    choice,
+    flag,
+    need,
+    number,
+)
+from protofl.nets import Net
+from protofl.protocol import Protocol
+
+from . import spread
+from .once import once
+from .prototypes import alive, class_sums, present, unit
+
+LEAST = 1e-12
+"""A shorter embedding or mean has no direction."""
+
+ABSENT = -1e9
+"""The logit of a masked class: its softmax is exactly 0, yet the loss of a padding row stays finite."""
+
+STARTS: dict[str, Callable[..., Any]] = {
+    "maxmin": spread.maxmin,
+    "orthogonal": spread.orthogonal,
+    "random_unit": spread.random_unit,
+}
+
+Weight = Callable[[Tensor, Tensor, Tensor, Tensor], Tensor]
+WEIGHTS: dict[str, Weight] = {
+    "count": lambda n, has, mu, w: n * has,
+    "uniform_present": lambda n, has, mu, w: has,
+    "uniform_all": lambda n, has, mu, w: torch.ones_like(has),
+    "confidence": lambda n, has, mu, w: (w * mu).sum(1).exp() * has,
+}
+"""Weight [K] of a client's means mu [K, d]: n [K] samples, has [K] 1 where it has the class, w the prototypes."""
+
+
+@dataclass(frozen=True)
+class FedNH(Method):
+    """shared: net (body and scale `scale` [1]), proto W [K, d]; upload: net, m Rows n_c mu_c [K, d], n [K] counts."""
+
+    preset: str = choice(
+        "paper", "official_code", why="explicit text before code; bugs of the code are never a default", source="project"
+    )
+    rho: float = number(
+        0.9, 0.1, 0.3, 0.5, 0.7, 1.0, low=0, high=1,
+        why="smoothing of W; the others are the paper's sweep, 1 is FedUH", source="FedNH A.2, 4.3",
+    )  # fmt: skip
+    proto_init: str = choice(
+        "maxmin", "orthogonal", "random_unit",
+        why="the paper asks for the largest smallest distance; the code takes K orthonormal rows (refused if K > d)",
+        source="FedNH 3; code FedUH.py:60",
+    )  # fmt: skip
+    proto_client_weight: str = choice(
+        "count", "uniform_present", "uniform_all", "confidence",
+        why="of a client in m_c: by its samples of the class (code); equal among owners; owners' sum over all drawn; "
+        "exp <W_c, mu> with probability-weighted means (an unused variant of the code)",
+        source="FedNH eq. (4); code FedNH.py:123-144",
+    )  # fmt: skip
+    client_proto_norm: str = choice(
+        "unit_mean_unit", "unit_mean", "raw_mean_unit",
+        why="what a client averages: unit embeddings, the mean made unit again (code); not again; raw embeddings",
+        source="FedNH eq. (3); code",
+    )  # fmt: skip
+    proto_pre_normalize: bool = flag(
+        True, why="the clients' mean is made unit before the moving average; else a short mean raises rho", source="code"
+    )
+    proto_post_normalize: bool = flag(
+        True, why="W is made unit after the moving average; else logits use shorter rows", source="code"
+    )
+    scale_init: Any = number(
+        "by_net", 1, 20, 30, words=("by_net",), low=1,
+        why="by_net: 20 for ResNets, 1 for other nets; 30 is a fixed scale of the code that is switched off",
+        source="FedNH code CNN.py:51, 108",
+    )  # fmt: skip
+    scale_trainable: bool = flag(True, why="the paper says trainable", source="FedNH 3")
+    scale_weight_decay: bool = flag(True, why="one parameter group", source="FedNH code")
+    proto_transform: str = choice(
+        "train", "test", why="class means of augmented samples: the code reads its training loader", source="FedNH code"
+    )
+    proto_timing: str = choice(
+        "final_pass", "last_epoch",
+        why="class means of the final weights (code), or gathered on the way through the last epoch, without a pass",
+        source="FedNH code",
+    )  # fmt: skip
+    pm_proto: str = choice("train_time", "updated", why="personal models keep the W they trained with", source="code")
+    mask_absent_logits: bool = flag(False, why="the code keeps the logits of classes that a client lacks", source="code")
+    embed_relu: bool = flag(
+        True, why="false: no ReLU before the embedding, so that it may reach all of the sphere; cnn_fednh only",
+        source="FedNH code",
+    )  # fmt: skip
+    embed_layer: str = choice(
+        "head_input", "encoder",
+        why="nets with a projection: z as for all methods of a table, or r, the projection then left out",
+        source="project; FedNH's nets have no projection",
+    )  # fmt: skip
+
+    presets: ClassVar = {"official_code": {"proto_init": "orthogonal"}}
+    needs: ClassVar = {
+        "official_code": {
+            "init": "torch", "init_seed": 2022, "partition_seed": "run", "client_sampling": "fednh_compat",
+            "client_seed": "shared",
+        }
+    }  # fmt: skip
+    open_fields: ClassVar = (
+        "model_weighting", "grad_clip_norm", "resnet_norm", "pm_clients", "report", "partition_min_classes",
+        "client_seed",
+    )  # fmt: skip
+
+    @property
+    def constant(self) -> tuple[str, ...]:  # type: ignore[override]
+        """With rho = 1 the prototypes never move: they are sent once."""
+        return ("proto",) if self.fixed else ()
+
+    @property
+    def fixed(self) -> bool:
+        """Whether this is FedUH."""
+        return self.rho == 1
+
+    def check(self, protocol: Protocol, net: Net) -> None:
+        if self.proto_init == "orthogonal" and net.classes > self.width(net):
+            raise UserError(
+                f"fednh proto_init=orthogonal: no {net.classes} orthogonal rows (one per class) in {self.width(net)} "
+                f"dimensions; proto_init=maxmin spreads any number"
+            )
+        if not self.embed_relu and not net.optional_relu:
+            raise UserError(
+                f"fednh embed_relu=false: {net.name} has no ReLU before its embedding that could be left out; "
+                f"model=cnn_fednh has"
+            )
+        if self.preset == "official_code" and protocol.dataset == "tiny-imagenet":
+            need("fednh preset=official_code on tiny-imagenet", protocol, resnet_norm="none_fednh")
+
+    # ---- the network: a body and cosine logits ---------------------------------------------------------------------
+
+    def on_encoder(self, net: Net) -> bool:
+        """Whether the embedding is r although the net has a projection."""
+        return self.embed_layer == "encoder" and net.projected is not None
+
+    def width(self, net: Net) -> int:
+        """d of the embedding."""
+        return net.encoded if self.on_encoder(net) else net.dim
+
+    def start(self, task: Task) -> tuple[Tree, Tree]:
+        net = task.net
+        body = task.initial.without(net.head)
+        if self.on_encoder(net):
+            body = body.without(net.projection)
+        like = next(v for v in task.initial.values() if v.is_floating_point())
+        scale = net.default_scale if self.scale_init == "by_net" else self.scale_init
+        rows = STARTS[self.proto_init](task.classes, self.width(net), task.stream("fednh", "init"))
+        proto = torch.from_numpy(rows).to(like.device, like.dtype)
+        return Tree(net=body | {"scale": like.new_tensor([scale])}, proto=proto), Tree()
+
+    def embed(self, net: Net, w: Tree, x: Tensor) -> tuple[Tensor, Tensor]:
+        """r [rows, net.encoded] and the embedding h [rows, d]; `net` encodes once."""
+        if not self.embed_relu:
+            r = net.encode(w, x, relu=False)
+            return F.relu(r), net.project(w, r)
+        r = net.encode(w, x)
+        return r, r if self.on_encoder(net) else net.embed(w, x)
+
+    def logits(self, w: Tree, h: Tensor, proto: Tensor) -> Tensor:
+        """s <h/|h|, W_c> [rows, K]; 0 without gradient for a dead row."""
+        return w["scale"] * (unit(h, LEAST) @ proto.mT)
+
+    def scores(self, net: Net, tree: Tree, x: Tensor) -> Tensor:
+        """The cosine logits of a model Tree(net, proto)."""
+        return self.logits(tree.net, self.embed(once(net), tree.net, x)[1], tree.proto)
+
+    # ---- client ----------------------------------------------------------------------------------------------------
+
+    def loss(self, net: Net, w: Tree, batch: Batch, view: View) -> tuple[Tensor, Tree]:
+        r, h = self.embed(once(net), w, batch.x)
+        logits = self.logits(w, h, view.shared.proto)
+        if self.mask_absent_logits:
+            logits = torch.where(view.counts > 0, logits, ABSENT)
+        ce = batch.mean(F.cross_entropy(logits, batch.y, reduction="none"))
+        return ce + net.aux_loss(w, r, batch), Tree(ce=ce, scale=w["scale"][0])
+
+    def class_sums(self, net: Net, w: Tree, batch: Batch, view: View) -> Tree:
+        """Tree(sum [K, d] of what `client_proto_norm` averages, n [K] rows of a class)."""
+        h = self.embed(once(net), w, batch.x)[1]
+        rows = batch.onehot(net.classes)
+        if self.proto_client_weight == "confidence":
+            p = self.logits(w, h, view.shared.proto).softmax(-1)
+            return Tree(sum=class_sums(rows * p, unit(h, LEAST)).sum, n=rows.sum(0))
+        return class_sums(rows, h if self.client_proto_norm == "raw_mean_unit" else unit(h, LEAST))
+
+    def directions(self, sums: Tree) -> Tree:
+        """Class sums -> Tree(m Rows n_c mu_c [K, d], n [K] int64); a class whose embeddings cancel is absent."""
+        mean = sums.sum / sums.n.clamp_min(1)[:, None]
+        again = self.client_proto_norm != "unit_mean" or self.proto_client_weight == "confidence"
+        has = (sums.n > 0) & alive(mean, LEAST)
+        n = sums.n * has
+        return Tree(m=Rows(n[:, None] * (unit(mean, LEAST) if again else mean), has), n=n.round().to(torch.int64))
+
+    def local(self, client: Client, shared: Tree, own: Tree) -> Program:
+        self.refuse_long(shared.proto)
+        groups = self.groups()
+        if self.fixed:
+            return Tree(net=(yield Train(shared.net, self.loss, groups))), Tree()
+        if self.proto_timing == "last_epoch":
+            w, sums = yield Train(shared.net, self.loss, groups, tally=self.class_sums)
+        else:
+            w = yield Train(shared.net, self.loss, groups)
+            stream = client.stream("fednh", "survey")
+            sums = yield Survey(w, self.class_sums, augment=self.proto_transform == "train", stream=stream)
+        return Tree(net=w) | self.directions(sums), Tree()
+
+    def groups(self) -> tuple[Group, ...]:
+        """What moves: the body, and the scale with or without decay. All share one clip."""
+        body, decay = Group("(?!scale$)"), None if self.scale_weight_decay else 0.0
+        return (body, Group("scale$", weight_decay=decay)) if self.scale_trainable else (body,)
+
+    def refuse_long(self, proto: Tensor) -> None:
+        """Cosine logits need unit rows. Diverged (not finite) rows pass: the run record says so."""
+        if self.proto_post_normalize and bool(((proto.norm(dim=1) - 1).abs() > 1e-5).any()):
+            raise RuntimeError("fednh: the received prototypes are not of length 1")
+
+    # ---- server ----------------------------------------------------------------------------------------------------
+
+    def aggregate(self, server: Server, shared: Tree, private: Tree, uploads: list[Tree]) -> tuple[Tree, Tree]:
+        net = server.merge(shared.net, [u.net for u in uploads])
+        if bool(net["scale"] <= 0):
+            raise RuntimeError(
+                f"fednh: the averaged scale fell to {float(net['scale']):g} in round {server.round}, below 0 it turns "
+                f"every prediction round; a lower client_lr or scale_trainable=false keeps it positive"
+            )
+        if self.fixed:
+            return Tree(net=net), Tree()
+        return Tree(net=net, proto=self.move(shared.proto, uploads)), Tree()
+
+    def move(self, proto: Tensor, uploads: list[Tree]) -> Tensor:
+        """eq. (4): W [K, d] after a round; the row of a class that no client sent stays as it is, bit for bit."""
+        total, mass = torch.zeros_like(proto), proto.new_zeros(len(proto))
+        seen = torch.zeros(len(proto), dtype=torch.bool, device=proto.device)
+        for u in uploads:
+            has, n = u.m.has.to(proto.dtype), u.n.to(proto.dtype)
+            mu = u.m.values / n.clamp_min(1)[:, None] * has[:, None]
+            weight = WEIGHTS[self.proto_client_weight](n, has, mu, proto)
+            total, mass, seen = total + weight[:, None] * mu, mass + weight, seen | u.m.has
+        mean = total / torch.where(seen, mass, 1.0)[:, None]
+        target = unit(mean, LEAST) if self.proto_pre_normalize else mean
+        new = self.rho * proto + (1 - self.rho) * target
+        moves = seen & alive(new, LEAST)  # W_c and its target may cancel: then W_c stays too
+        return torch.where(moves[:, None], unit(new, LEAST) if self.proto_post_normalize else new, proto)
+
+    # ---- what is evaluated -----------------------------------------------------------------------------------------
+
+    def global_model(self, shared: Tree, private: Tree) -> Model:
+        return Model(shared, self.scores)
+
+    def personal_model(self, client: Client, shared: Tree, own: Tree, last: Last) -> Model:
+        proto = last.received.proto if self.pm_proto == "train_time" else shared.proto
+        return Model(Tree(net=last.upload.net, proto=proto), self.scores)
+
+    def prototypes(self, shared: Tree, private: Tree) -> Rows:
+        return Rows(shared.proto, torch.ones(len(shared.proto), dtype=torch.bool, device=shared.proto.device))
+
+    def client_prototypes(self, upload: Tree) -> tuple[Tensor, Tensor] | None:
+        if "m" not in upload:
+            return None
+        rows, labels = present(upload.m)
+        return unit(rows, LEAST), labels

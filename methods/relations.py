@@ -1,0 +1,127 @@
+"""FedCSPC's three client regularisers: a batch of embeddings takes the places that the global prototypes have.
+
+Each is a mean over valid rows, triplets or pairs, 0 if there are none. A row is valid (`ok` [rows], 1 or 0) if it is
+real and its class has a global prototype. Everything is pure torch without a branch on the value of a tensor.
+Norms of equal rows pass no gradient, and zero rows have no direction: neither can make a NaN.
+"""
+
+from __future__ import annotations
+
+from typing import NamedTuple
+
+import torch
+import torch.nn.functional as F
+from torch import Tensor
+
+from protofl.method import Rows
+
+from .prototypes import unit
+
+LEAST = 1e-8
+"""A shorter vector has no direction: every cosine with it is 0."""
+
+LOWEST = -1e9
+"""The similarity to a prototype that does not exist: its softmax is exactly 0, a row without any stays finite."""
+
+
+def lengths(x: Tensor) -> Tensor:
+    """[v, a] distances of rows [rows, d], from their differences; 0 with gradient 0 where rows are equal."""
+    return torch.cdist(x, x, compute_mode="donot_use_mm_for_euclid_dist")
+
+
+def angles(length: Tensor, count: Tensor | float = 1.0) -> Tensor:
+    """[v, a, b] cosines at x_v between the directions to x_a and x_b, 0 where x_v equals one of them.
+
+    By the law of cosines from the distances, which costs rows^3 where differences cost rows^2 d: this is where the
+    time of FedCSPC's training goes. count [rows, rows], 0 or 1: directions that do not count are 0 too.
+    """
+    apart = (length >= LEAST) * count
+    inverse = torch.where(length >= LEAST, length, 1.0).reciprocal() * apart
+    square = length.square()
+    twice = square[:, :, None] + square[:, None] - square  # 2 <x_a - x_v, x_b - x_v>
+    return twice * (inverse / 2)[:, :, None] * inverse[:, None]
+
+
+class Places(NamedTuple):
+    """Rows and what they are to be like: embeddings h and their classes' prototypes u [rows, d], y and ok [rows]."""
+
+    h: Tensor
+    u: Tensor
+    y: Tensor
+    ok: Tensor
+
+    def other(self) -> Tensor:
+        """[rows, rows] 1 for two valid rows of different classes."""
+        return (self.y[:, None] != self.y) * self.ok[:, None] * self.ok
+
+
+def places(h: Tensor, y: Tensor, mask: Tensor, table: Rows) -> Places:
+    """Embeddings [rows, d] beside the prototypes (table [K, d]) of their classes."""
+    return Places(h, table.values[y], y, table.has[y].to(h.dtype) * mask)
+
+
+def average(values: Tensor, weight: Tensor) -> Tensor:
+    """Weighted mean of all entries, 0 where nothing has weight."""
+    return (values * weight).sum() / weight.sum().clamp_min(1)
+
+
+def point(p: Places, table: Rows, tau: float) -> Tensor:
+    """L_P: cross-entropy of cos(h, U_c)/tau over the valid prototypes."""
+    sims = torch.where(table.has, unit(p.h, LEAST) @ unit(table.values, LEAST).mT / tau, LOWEST)
+    return average(F.cross_entropy(sims, p.y, reduction="none"), p.ok)
+
+
+# ---- differences of norms and angles (the paper) --------------------------------------------------------------------
+
+
+def edge(p: Places, h: Tensor, u: Tensor) -> Tensor:
+    """L_Ed: mean | |h_a - h_b| - |U_a - U_b| | over pairs of different classes."""
+    return average((h - u).abs(), p.other())
+
+
+def angle(p: Places, h: Tensor, u: Tensor) -> Tensor:
+    """L_A: mean | cos at v of (a, v, b) - the same among prototypes | over triplets of three different classes."""
+    other = p.other()
+    gaps = (angles(h, other) - angles(u, other)).abs().sum(0)  # [a, b]; every triplet stands at (a, b) and (b, a)
+    return average(gaps, other) * other.sum().clamp_min(1) / (other @ other * other).sum().clamp_min(1)
+
+
+def sampled_angle(p: Places, uniform: Tensor) -> Tensor:
+    """L_A over the items floor(uniform count) of the list of valid triplets in the order (v, a < b); uniform [m]."""
+    other, n = p.other(), len(p.y)
+    ends = other.triu(1)  # [a, b], a < b
+    completed = (other * (other @ ends.mT)).to(torch.int64).flatten()  # [v, a]: so many b
+    until = completed.cumsum(0)
+    count = until[-1]
+    item = (uniform.double() * count).to(torch.int64).clamp_max((count - 1).clamp_min(0))
+    pair = torch.searchsorted(until, item, right=True).clamp_max(n * n - 1)
+    v, a = pair // n, pair % n
+    before = item - (until[pair] - completed[pair])  # so many b of this pair come first
+    b = ((other[v] * ends[a]).cumsum(1) <= before[:, None]).sum(1).clamp_max(n - 1)
+
+    def cosine(x: Tensor) -> Tensor:
+        return (unit(x[a] - x[v], LEAST) * unit(x[b] - x[v], LEAST)).sum(-1)
+
+    return average((cosine(p.h) - cosine(p.u)).abs(), (count > 0).to(p.h.dtype).expand(len(item)))
+
+
+# ---- smooth L1 on matrices (the authors' code) ----------------------------------------------------------------------
+
+
+def code_edge(p: Places, h: Tensor, u: Tensor) -> Tensor:
+    """Smooth L1 between the distances, each divided by their mean, over all N^2 entries of the valid rows."""
+    both = p.ok[:, None] * p.ok
+    return average(F.smooth_l1_loss(_relative(h, both), _relative(u, both), reduction="none"), both)
+
+
+def code_angle(p: Places, h: Tensor, u: Tensor) -> Tensor:
+    """Smooth L1 between the angles, over all N^3 entries of the valid rows, equal ones included."""
+    triple = p.ok[:, None, None] * p.ok[:, None] * p.ok
+    return average(F.smooth_l1_loss(angles(h), angles(u), reduction="none"), triple)
+
+
+def _relative(length: Tensor, both: Tensor) -> Tensor:
+    """[rows, rows] distances over their mean, with squares of at least 1e-12 off the diagonal."""
+    off = both * (1 - torch.eye(len(both), dtype=both.dtype, device=both.device))
+    distance = length.clamp_min(1e-6) * off
+    return distance / torch.where(off.sum() > 0, average(distance, off), 1.0)

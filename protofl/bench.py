@@ -1,0 +1,194 @@
+"""A table: its cells are checked, run side by side, stored, and reported."""
+
+from __future__ import annotations
+
+import os
+import signal
+import time
+from collections.abc import Callable, Iterator, Mapping, Sequence
+from contextlib import contextmanager
+from dataclasses import dataclass
+from pathlib import Path
+from typing import Any
+
+from rich.console import Console
+from rich.table import Table
+
+from . import records, registry, run
+from .cells import Cell
+from .engine import workers
+from .errors import UserError
+from .progress import Display, duration
+from .run import Prepared
+
+RATES = {"loop": 5e9, "batched": 4e9}
+"""Training arithmetic per second and process (multiply-adds, forward and backward), for the estimate of --dry-run."""
+
+STEP_SECONDS = 4e-4
+"""What a step costs beside its arithmetic."""
+
+
+@dataclass(frozen=True)
+class Planned:
+    """A cell, what is already there of it, and what is left."""
+
+    ready: Prepared
+    folder: Path
+    done: int  # rounds that are stored
+    finished: bool
+
+    @property
+    def label(self) -> str:
+        return self.ready.cell.label
+
+    @property
+    def left(self) -> int:
+        """Rounds still to play."""
+        return 0 if self.finished else self.ready.cell.protocol.rounds - self.done
+
+    def seconds(self) -> float:
+        """A rough estimate of the time that is left for it, on one core of this kind of machine."""
+        p, ready = self.ready.cell.protocol, self.ready
+        counts = ready.split.counts.sum(1)
+        samples = float(counts.mean()) * max(1, int(p.participation * p.clients + 1e-9)) * p.local_epochs
+        work = samples * 3 * ready.net.macs() / RATES[ready.document["network"]["engine"]]
+        steps = samples / p.batch_size * STEP_SECONDS / (1 if ready.document["network"]["engine"] == "loop" else 5)
+        personal = max(1, int(p.participation * p.clients + 1e-9)) if len(p.metrics) > 1 else 0
+        tests = (1 + personal) * len(ready.data.y_test) * ready.net.macs() / RATES["loop"] / p.eval_every
+        return self.left * (work + steps + tests)
+
+
+def plan(cells: Sequence[Cell], results: Path) -> list[Planned]:
+    """Check every cell and look what the store has of it. Cells that are the same run are planned once."""
+    planned: dict[str, Planned] = {}
+    for cell in cells:
+        ready = run.prepare(cell)
+        folder = results / ready.folder
+        store = records.RunFolder(folder)
+        done = len([r for r in store.rows() if r["round"] >= 0]) if folder.is_dir() else 0
+        planned.setdefault(ready.digest, Planned(ready, folder, min(done, cell.protocol.rounds), store.done))
+    return list(planned.values())
+
+
+def priced(planned: Sequence[Planned], count: int) -> Table:
+    """What --dry-run shows."""
+    table = Table(title="Nothing runs: cells, their digests, estimated time")
+    for column in ("method", "cell", "digest", "rounds", "in store", "about"):
+        table.add_column(column)
+    for p in planned:
+        there = "finished" if p.finished else f"{p.done} rounds" if p.done else "-"
+        table.add_row(registry.label(p.ready.cell.method.name), p.label, p.ready.digest,
+                      str(p.ready.cell.protocol.rounds), there, duration(p.seconds()))  # fmt: skip
+    total = sum(p.seconds() for p in planned)
+    longest = max((p.seconds() for p in planned), default=0.0)
+    table.caption = f"about {duration(max(total / max(count, 1), longest))} with {count} workers, extra passes of methods apart"
+    return table
+
+
+@dataclass(frozen=True)
+class Order:
+    """What a worker is given."""
+
+    cell: Cell
+    results: str
+
+
+def play(order: Order, tell: Callable[[Mapping[str, Any]], None]) -> dict[str, Any]:
+    """A worker's job: one cell, from its check to its records."""
+    run.single_threaded()
+    return run.play(run.prepare(order.cell), Path(order.results), tell)
+
+
+@dataclass
+class Outcome:
+    """How a table ended: planned cells with their summaries, or with (line, traceback) of what failed."""
+
+    planned: list[Planned]
+    summaries: dict[str, dict[str, Any]]
+    failures: dict[str, tuple[str, str]]
+
+    @property
+    def code(self) -> int:
+        """Exit code: 1 where a run failed or diverged."""
+        bad = any(s["status"] != "finished" for s in self.summaries.values())
+        return 1 if bad or self.failures else 0
+
+
+def bench(planned: Sequence[Planned], results: Path, count: int, console: Console) -> Outcome:
+    """Run what is not finished."""
+    writable(results)
+    todo = sorted((p for p in planned if not p.finished), key=lambda p: -p.seconds())
+    outcome = Outcome(list(planned), {}, {})
+    for p in planned:
+        if p.finished:
+            outcome.summaries[p.ready.digest] = records.read_json(p.folder / "summary.json") or {"status": "unknown"}
+    _tell_reuse(planned, console)
+    if not todo:
+        return outcome
+    began = time.monotonic()
+    with Display(console, [(p.label, p.left) for p in todo]) as display, _terminated():
+
+        def ended(number: int, summary: Any, failure: tuple[str, str] | None) -> None:
+            p = todo[number]
+            if failure:
+                outcome.failures[p.ready.digest] = failure
+                display.show(number, {"kind": "end", "said": f"failed: {failure[0]}"})
+            else:
+                outcome.summaries[p.ready.digest] = summary
+                display.show(number, {"kind": "end", "said": summary["status"]})
+
+        orders = [Order(p.ready.cell, str(results)) for p in todo]
+        if min(count, len(todo)) == 1:
+            _in_this_process(orders, display.show, ended)
+        else:
+            workers.run(orders, play, count, display.show, ended)
+    console.print(f"{len(todo)} runs in {duration(time.monotonic() - began)}", highlight=False)
+    return outcome
+
+
+def _in_this_process(
+    orders: Sequence[Order], tell: Callable[[int, Mapping[str, Any]], None], ended: Callable[..., None]
+) -> None:
+    import traceback
+
+    for number, order in enumerate(orders):
+        try:
+            ended(number, play(order, lambda event, n=number: tell(n, event)), None)
+        except UserError as e:
+            ended(number, None, (str(e), ""))
+        except Exception as e:
+            ended(number, None, (f"{type(e).__name__}: {e}", traceback.format_exc()))
+
+
+def _tell_reuse(planned: Sequence[Planned], console: Console) -> None:
+    finished = sum(p.finished for p in planned)
+    begun = sum(p.done > 0 and not p.finished for p in planned)
+    if finished:
+        console.print(f"{finished} of {len(planned)} runs are in the store already and are reused", highlight=False)
+    if begun:
+        console.print(f"{begun} of {len(planned)} runs were begun and are resumed", highlight=False)
+
+
+def writable(folder: Path) -> None:
+    """Refuse a results folder that cannot be written, before any work starts."""
+    try:
+        folder.mkdir(parents=True, exist_ok=True)
+        probe = folder / f".probe-{os.getpid()}"
+        probe.write_bytes(b"")
+        probe.unlink()
+    except OSError as e:
+        raise UserError(f"results folder {str(folder)!r} cannot be written: {e.strerror or e}") from None
+
+
+@contextmanager
+def _terminated() -> Iterator[None]:
+    """SIGTERM ends the work as Ctrl-C does, with its own exit code."""
+
+    def stop(number: int, frame: Any) -> None:
+        raise SystemExit(128 + number)
+
+    before = signal.signal(signal.SIGTERM, stop)
+    try:
+        yield
+    finally:
+        signal.signal(signal.SIGTERM, before)

@@ -1,0 +1,262 @@
+"""The command line: reads what was asked for and hands it on; holds no logic of its own."""
+
+from __future__ import annotations
+
+import os
+import sys
+from pathlib import Path
+from typing import Annotated, Any, Optional
+
+import typer
+from rich.console import Console
+
+from . import __version__
+from .errors import UserError
+
+app = typer.Typer(
+    name="protofl", no_args_is_help=True, add_completion=False, pretty_exceptions_enable=False, rich_markup_mode="rich",
+    help="Compare prototype-based federated learning methods: one runtime, one split, one initial model, fixed seeds.",
+    epilog="Exit codes: 0 all runs finished; 1 a run failed or diverged; 2 bad input; 130 and 143 interrupted.",
+)  # fmt: skip
+datasets_app = typer.Typer(help="Data sets: which are known, where they are looked for, whether they are found.",
+                           invoke_without_command=True)  # fmt: skip
+app.add_typer(datasets_app, name="datasets")
+out = Console()
+
+SHARED = "default: as the preset says"
+Text = Optional[str]  # noqa: UP045 - typer reads it
+
+
+def option(default: Any, names: str, help: str) -> Any:
+    """An option of a command."""
+    return typer.Option(default, *names.split(), help=help, show_default=default is not None)
+
+
+DataDir = Annotated[Text, typer.Option("--data-dir", help="Where data sets lie (default: $PROTOFL_DATA, ./data, cache).")]
+Results = Annotated[Path, typer.Option("--results", help="Where runs are stored.")]
+
+
+def _version(show: bool) -> None:
+    if show:
+        typer.echo(f"protofl {__version__}")
+        raise typer.Exit
+
+
+@app.callback()
+def root(
+    version: Annotated[bool, typer.Option("--version", callback=_version, is_eager=True, help="Show the version.")] = False,
+) -> None:
+    pass
+
+
+@app.command()
+def bench(
+    methods: Annotated[
+        Text, typer.Option(help="Names (see `protofl methods`) or files ./NAME.py, with commas; default: the six methods.")
+    ] = None,
+    dataset: Annotated[
+        Text, typer.Option(help="A name (see `protofl datasets`), a folder with train/ and test/, or a .npz; default: digits.")
+    ] = None,
+    data_dir: DataDir = None,
+    beta: Annotated[Text, typer.Option(help="Dirichlet concentration, one or a list; smaller: more skewed; " + SHARED)] = None,
+    partition: Annotated[
+        Text, typer.Option(help="dir_class (also dirichlet) | dir_class_fednh | dir_client | iid | file; " + SHARED)
+    ] = None,
+    partition_seed: Annotated[
+        Text, typer.Option(help="Seed of the split, or 'run': a split per run seed; default: 0, one split for the table.")
+    ] = None,
+    partition_file: Annotated[Text, typer.Option(help="A split saved by `protofl partition --save`.")] = None,
+    clients: Annotated[Text, typer.Option(help="Number of clients; " + SHARED)] = None,
+    participation: Annotated[Text, typer.Option(help="Share of the clients drawn per round, in (0, 1]; " + SHARED)] = None,
+    rounds: Annotated[Text, typer.Option(help="Communication rounds; " + SHARED)] = None,
+    local_epochs: Annotated[Text, typer.Option(help="Epochs of local training per round; " + SHARED)] = None,
+    batch_size: Annotated[Text, typer.Option(help="Samples per step; " + SHARED)] = None,
+    lr: Annotated[Text, typer.Option(help="The clients' learning rate; " + SHARED)] = None,
+    net: Annotated[Text, typer.Option(help="Network; " + SHARED)] = None,
+    seeds: Annotated[Text, typer.Option(help="Run seeds, a list; default: 0,1,2.")] = None,
+    preset: Annotated[
+        Text, typer.Option(help="A paper's setting, such as moon.cifar10 or fednh.cifar10; default: the data set chooses. "
+                                "Explicit options win.")
+    ] = None,
+    set_: Annotated[
+        Optional[list[str]],  # noqa: UP045
+        typer.Option("--set", help="key=value for any protocol field, or method.option=value; repeatable.")
+    ] = None,
+    suite: Annotated[Text, typer.Option(help="A TOML file with the same settings; options given here win over it.")] = None,
+    eval_every: Annotated[Text, typer.Option(help="Rounds between evaluations (the last is always one); default: 1.")] = None,
+    device: Annotated[Text, typer.Option(help="cpu, cuda or cuda:N; default: cpu.")] = None,
+    workers: Annotated[str, typer.Option(help="Processes, one thread each; auto: as many as cores.")] = "auto",
+    results: Results = Path("results"),
+    report: Annotated[bool, typer.Option("--report/--no-report", help="Write a report at the end.")] = True,
+    reports: Annotated[Path, typer.Option(help="Where reports are written.")] = Path("reports"),
+    dry_run: Annotated[bool, typer.Option("--dry-run", help="Show the cells, their digests and the time; run nothing.")] = False,
+) -> None:  # fmt: skip
+    """Run every (method, beta, seed) of a table; print it, store every run, write a report.
+
+    Re-running a command reuses finished runs and resumes begun ones.
+    """
+    from .experiment import Settings, cells, read_suite
+
+    settings = Settings()
+    if suite is not None:
+        read_suite(Path(suite), settings)
+    given = dict(
+        methods=methods, dataset=dataset, data_dir=data_dir, beta=beta, partition=partition, partition_seed=partition_seed,
+        partition_file=partition_file, clients=clients, participation=participation, rounds=rounds,
+        local_epochs=local_epochs, batch_size=batch_size, lr=lr, net=net, seeds=seeds, preset=preset,
+        eval_every=eval_every, device=device,
+    )  # fmt: skip
+    if partition_file is not None and partition is None:
+        given["partition"] = "file"
+    for name, value in given.items():
+        if value is not None:
+            settings.take(name, value, "--" + name.replace("_", "-"))
+    for assignment in set_ or []:
+        settings.take_text(assignment)
+    asked = cells(settings)
+    count = _workers(workers)
+
+    from . import bench as tables
+
+    planned = tables.plan(asked, results)
+    if dry_run:
+        out.print(tables.priced(planned, min(count, len(planned))))
+        return
+    outcome = tables.bench(planned, results, count, out)
+    raise typer.Exit(_finish(outcome, reports if report else None, results))
+
+
+def _workers(text: str) -> int:
+    from .engine.workers import cores
+
+    if text == "auto":
+        return cores()
+    if not text.isdigit() or int(text) < 1:
+        raise UserError(f"--workers {text!r}: a whole number >= 1, or auto")
+    return int(text)
+
+
+def _finish(outcome: Any, reports: Path | None, results: Path) -> int:
+    """The table, the report, where they are, and what went wrong."""
+    from . import report as reporting
+
+    runs = reporting.read.runs([p.folder for p in outcome.planned])
+    if outcome.summaries:
+        out.print(reporting.tables.terminal(runs))
+        if reports is not None:
+            title = "-".join(dict.fromkeys(p.folder.parent.name for p in outcome.planned))[:60]
+            folder = reports / f"{title}-{reporting.key(runs)}"
+            page = reporting.report(runs, folder, title="protofl bench", command=_command())
+            out.print(f"report: {page}", highlight=False, soft_wrap=True)
+        out.print(f"runs:   {results}", highlight=False, soft_wrap=True)
+    for digest, (line, trace) in outcome.failures.items():
+        label = next(p.label for p in outcome.planned if p.ready.digest == digest)
+        if trace:
+            typer.echo(trace, err=True)
+        typer.echo(f"{label} failed: {line}", err=True)
+    return int(outcome.code)
+
+
+def _command() -> str:
+    import shlex
+
+    return shlex.join(["protofl", *sys.argv[1:]])
+
+
+@app.command()
+def methods(name: Annotated[Text, typer.Argument(help="A method; default: list them all.")] = None) -> None:
+    """List the methods, or show one: idea, citation, every option with its readings, default, reason and source."""
+    from . import describe
+
+    out.print(describe.one(name) if name else describe.all_methods())
+
+
+@datasets_app.callback()
+def datasets(context: typer.Context, data_dir: DataDir = None) -> None:
+    """List the data sets, where they are looked for, and whether they are found."""
+    if context.invoked_subcommand is None:
+        from . import describe
+
+        out.print(describe.all_datasets(Path(data_dir) if data_dir else None))
+
+
+@datasets_app.command()
+def fetch(name: Annotated[str, typer.Argument(help="A data set that can be downloaded.")], data_dir: DataDir = None) -> None:
+    """Download a data set (through torchvision, or the official archive)."""
+    from .data import fetch as download
+
+    out.print(f"{name}: {download(name, Path(data_dir) if data_dir else None)}", highlight=False, soft_wrap=True)
+
+
+@app.command("partition")
+def partition_(
+    dataset: Annotated[str, typer.Option(help="A data set (see `protofl datasets`), a folder or a .npz.")] = "digits",
+    data_dir: DataDir = None,
+    scheme: Annotated[Text, typer.Option("--partition", help="dir_class | dir_class_fednh | dir_client | iid | file.")] = None,
+    beta: Annotated[Text, typer.Option(help="Dirichlet concentration; smaller: more skewed.")] = None,
+    clients: Annotated[Text, typer.Option(help="Number of clients.")] = None,
+    partition_seed: Annotated[Text, typer.Option(help="Seed of the split.")] = None,
+    partition_file: Annotated[Text, typer.Option(help="Show a saved split.")] = None,
+    preset: Annotated[Text, typer.Option(help="Take the split of a preset; default: the data set chooses.")] = None,
+    set_: Annotated[Optional[list[str]], typer.Option("--set", help="key=value for any protocol field.")] = None,  # noqa: UP045
+    figure: Annotated[Text, typer.Option(help="Draw the heat map into this PNG.")] = None,
+    save: Annotated[Text, typer.Option(help="Save the split (.npz or .json) for --partition-file.")] = None,
+) -> None:  # fmt: skip
+    """Show a split: client by class counts, skew, fingerprint; draw or save it."""
+    from .experiment import Settings, cells
+
+    settings = Settings(methods=["fedavg"], seeds=[0])
+    given = dict(dataset=dataset, data_dir=data_dir, partition=scheme, beta=beta, clients=clients,
+                 partition_seed=partition_seed, partition_file=partition_file, preset=preset)  # fmt: skip
+    if partition_file is not None and scheme is None:
+        given["partition"] = "file"
+    for name, value in given.items():
+        if value is not None:
+            settings.take(name, value, "--" + name.replace("_", "-"))
+    for assignment in set_ or []:
+        settings.take_text(assignment)
+    from . import describe
+
+    for cell in cells(settings):
+        describe.split(cell, out, figure, save)
+
+
+@app.command("report")
+def report_(
+    folders: Annotated[Optional[list[Path]], typer.Argument(help="Results folders or runs; default: results.")] = None,  # noqa: UP045
+    to: Annotated[Path, typer.Option("--out", help="Where the report is written.")] = Path("reports/report"),
+) -> None:
+    """Write a report (Markdown, PNG, CSV) over stored runs."""
+    from . import report as reporting
+
+    runs = reporting.read.runs(folders or [Path("results")])
+    page = reporting.report(runs, to, title="protofl report", command=_command())
+    out.print(reporting.tables.terminal(runs))
+    out.print(f"report: {page}", highlight=False, soft_wrap=True)
+
+
+@app.command("eval")
+def eval_(run: Annotated[Path, typer.Argument(help="The folder of a run.")], data_dir: DataDir = None) -> None:
+    """Evaluate a stored run again: the same numbers to the last digit (exit code 1 if not)."""
+    from . import describe
+    from .run import replay, single_threaded
+
+    single_threaded()
+    told = replay(run, data_dir)
+    out.print(describe.replayed(told))
+    raise typer.Exit(0 if told["stored"] == told["again"] else 1)
+
+
+def main() -> None:
+    """The script `protofl`."""
+    debug = os.environ.get("PROTOFL_DEBUG") == "1"
+    try:
+        app()
+    except UserError as e:
+        if debug:
+            raise
+        typer.echo(f"Error: {e}", err=True)
+        sys.exit(2)
+    except KeyboardInterrupt:
+        typer.echo("interrupted: finished rounds are stored, the same command resumes", err=True)
+        sys.exit(130)

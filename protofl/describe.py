@@ -1,0 +1,122 @@
+"""What is on offer, in words: methods and their options, data sets, splits."""
+
+from __future__ import annotations
+
+import inspect
+from collections.abc import Mapping
+from pathlib import Path
+from typing import Any
+
+from rich.console import Console, Group
+from rich.table import Table
+from rich.text import Text
+
+from . import options, registry
+from .cells import Cell
+from .errors import UserError
+from .protocol import Protocol
+
+
+def _doc(name: str) -> str:
+    return inspect.cleandoc(registry.module(name).__doc__ or "")
+
+
+def all_methods() -> Table:
+    """A line per method."""
+    table = Table(title="Methods")
+    for column in ("name", "idea"):
+        table.add_column(column)
+    for name in registry.names():
+        table.add_row(name, Text(_doc(name).split("\n\n")[0].replace("\n", " ")))
+    table.caption = "protofl methods NAME shows one with all its options"
+    return table
+
+
+def one(name: str) -> Group:
+    """A method: its docstring, its options, and the protocol fields that its paper leaves open."""
+    cls = registry.load(name)
+    parts: list[Any] = [Text(_doc(name)), Text()]
+    parts.append(_options(f"Options of {registry.label(name)} (--set {registry.label(name)}.OPTION=VALUE)",
+                          options.fields(cls)))  # fmt: skip
+    fields = options.fields(Protocol)
+    left_open = {n: fields[n] for n in cls.open_fields}
+    if left_open:
+        parts += [Text(), _options("Protocol fields left open too, for every method of a table (--set FIELD=VALUE)", left_open)]
+    for preset, values in cls.presets.items():
+        needs = cls.needs.get(preset, {})
+        said = ", ".join(f"{k}={options.text(v)}" for k, v in values.items()) or "the defaults"
+        parts.append(Text(f"preset={preset}: {said}"))
+        if needs:
+            parts.append(Text("  it needs: " + ", ".join(f"{k}={options.text(v)}" for k, v in needs.items())))
+    return Group(*parts)
+
+
+def _options(title: str, fields: Mapping[str, Any]) -> Table:
+    table = Table(title=title)
+    for column in ("option", "default", "readings", "reason", "source"):
+        table.add_column(column, overflow="fold")
+    for name, field in fields.items():
+        o = options.option(field)
+        readings = o.limits() if o.closed else "; ".join(filter(None, [", ".join(map(options.text, o.readings)), o.limits()]))
+        table.add_row(*map(Text, (name, options.text(field.default), readings, o.why, o.source)))
+    return table
+
+
+def all_datasets(data_dir: Path | None) -> Table:
+    """A line per data set: what it is, whether and where it was found."""
+    from . import data
+
+    table = Table(title="Data sets")
+    for column in ("name", "what", "found", "where"):
+        table.add_column(column, overflow="fold")
+    for name, source in data.known().items():
+        place = data.locate(name, data_dir)
+        where = str(place.path) if place.found else "looked in " + ", ".join(map(str, place.looked))
+        table.add_row(name, source.title, "yes" if place.found else "no", Text(where))
+    table.caption = "also: a folder with train/ and test/, or a .npz with x_train, y_train, x_test, y_test"
+    return table
+
+
+def split(cell: Cell, console: Console, figure: str | None, save: str | None) -> None:
+    """Show the split of a cell; draw or save it."""
+    from . import run
+    from .data.partition import save as save_split
+
+    for path in filter(None, (figure, save)):
+        if not Path(path).resolve().parent.is_dir():
+            raise UserError(f"{path!r}: its folder does not exist")
+    data = run.load_data(cell.protocol.dataset, cell.data_dir, cell.protocol.data_order)
+    made = run.split(cell.protocol, cell.data_dir)
+    table = Table(title=f"{data.name}, {cell.protocol.partition}: samples by client and class")
+    for column in ("client", *data.classes, "all"):
+        table.add_column(Text(column), justify="right")
+    for i, row in enumerate(made.counts.tolist()):
+        table.add_row(str(i), *(str(n) if n else "." for n in row), str(sum(row)))
+    console.print(table)
+    s = made.skew
+    console.print(
+        f"sizes {made.sizes.min()} to {made.sizes.max()}; skew: {s}\n"
+        f"counts {made.count_hash()}, indices {made.index_hash()}, attempts {made.attempts}"
+        + (f"\n{made.note}" if made.note else ""), highlight=False, markup=False,
+    )  # fmt: skip
+    if figure:
+        from .report.figures import save_partition
+
+        save_partition(made.counts, data.classes, Path(figure))
+        console.print(f"heat map: {figure}", highlight=False, soft_wrap=True)
+    if save:
+        console.print(f"split: {save_split(made, save)}", highlight=False, soft_wrap=True)
+
+
+def replayed(told: Mapping[str, Any]) -> Table:
+    """Stored figures beside those measured again."""
+    table = Table(title=f"after round {told['round'] + 1}")
+    for column in ("figure", "stored", "again", ""):
+        table.add_column(column)
+    for name, again in told["again"].items():
+        stored = told["stored"][name]
+        if isinstance(again, float | int | type(None)):
+            table.add_row(name, str(stored), str(again), "same" if stored == again else "DIFFERS")
+        elif stored != again:
+            table.add_row(name, "", "", "DIFFERS")
+    return table

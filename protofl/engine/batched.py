@@ -1,0 +1,318 @@
+"""Many clients in one call: programs in lockstep, equal requests stacked and vmapped, ragged clients masked.
+
+Clients of a crew are sorted by number of steps; those that are done fall off the end, so that no work goes into
+finished ones. Short batches are padded with rows that `mask` switches off.
+"""
+
+from __future__ import annotations
+
+from collections.abc import Callable, Iterator
+from typing import Any
+
+import torch
+import torch.nn.functional as F
+from torch import Tensor
+from torch.func import vmap
+from torch.nn.utils.rnn import pad_sequence
+from torch.utils import _pytree as pytree
+
+from ..method import Batch, Collect, Group, Survey, Train, View
+from ..tree import Tree, same
+from .base import Engine, Job, Plan, moving, split_loss
+
+BatchCall = Callable[[Tree, Batch], tuple[Any, Tree]]
+
+
+class Crew:
+    """Jobs with equal requests, longest first, stacked; `narrow(live)` forgets those that are done."""
+
+    def __init__(self, engine: Batched, jobs: list[Job], plans: list[Plan]) -> None:
+        self.jobs, self.request = jobs, jobs[0].request
+        dtype, device = engine.task.dtype, engine.task.device
+        steps = [len(p.size) for p in plans]
+        wide = max(p.rows.shape[1] for p in plans)
+
+        def stacked(parts: list[Tensor], per_row: bool) -> Tensor:
+            """[steps, clients, (B,) ...], padded with 0."""
+            if per_row:
+                parts = [F.pad(t, (0, 0) * (t.dim() - 2) + (0, wide - t.shape[1])) for t in parts]
+            return pad_sequence(parts).contiguous()
+
+        self.rows = stacked([p.rows for p in plans], True)
+        self.index = stacked([job.client.index[p.rows] for job, p in zip(jobs, plans)], True)
+        self.mask = stacked([p.mask(dtype) for p in plans], True).to(device)
+        self.epoch = stacked([torch.tensor(p.epoch) for p in plans], False)
+        self.last_epoch = torch.tensor([p.epoch[-1] for p in plans])
+        self.augment = self._numbers([p.augment for p in plans], stacked, True)
+        per_row = bool(getattr(self.request, "noise", None) and self.request.noise.per == "row")
+        self.noise = self._numbers([p.noise for p in plans], stacked, per_row)
+        self.noise = None if self.noise is None else self.noise.to(device, dtype)
+        self.noise_per_row = per_row
+        self.live_at = [sum(n > s for n in steps) for s in range(max(steps))]
+        self.wide_at = [max(p.size[s] for p in plans if len(p.size) > s) for s in range(max(steps))]
+        views = [engine.view(job, n, p.epoch[-1] + 1) for job, n, p in zip(jobs, steps, plans)]
+        self.leaves, self.spec = stack_views(views)
+        self.live = len(jobs)
+        self.w = Tree()  # the weights of a pass, which mode "train" lets remember
+
+    @staticmethod
+    def _numbers(parts: list[Tensor | None], stacked: Callable[..., Tensor], per_row: bool) -> Tensor | None:
+        present = [t for t in parts if t is not None]
+        return stacked(present, per_row) if present else None
+
+    def narrow(self, live: int) -> None:
+        """Only the first `live` clients have steps left."""
+        self.live = live
+
+    def stacked(self) -> list[Tensor]:
+        """What differs between the live clients."""
+        return [v[: self.live] for v, is_stacked in self.leaves if is_stacked]
+
+    def view(self, stacked: list[Tensor]) -> View:
+        """The view, with `stacked` (or one client's share of it) in the places of what differs between clients."""
+        given = iter(stacked)
+        return pytree.tree_unflatten([next(given) if is_stacked else v for v, is_stacked in self.leaves], self.spec)  # type: ignore[no-any-return]
+
+
+def stack_views(views: list[View]) -> tuple[list[tuple[Any, bool]], Any]:
+    """Stack what differs between clients; what is one object for all stays one -> [(leaf, is stacked)], spec."""
+    flat, spec = [pytree.tree_leaves(v) for v in views], pytree.tree_structure(views[0])
+    made: dict[tuple[int, ...], Tensor] = {}  # what stands in two places of a view is stacked once
+
+    def stacked(values: tuple[Any, ...]) -> tuple[Any, bool]:
+        if same(list(values)) or not isinstance(values[0], Tensor):
+            return values[0], False
+        key = tuple(map(id, values))
+        if key not in made:
+            made[key] = torch.stack(values)
+        return made[key], True
+
+    return [stacked(values) for values in zip(*flat)], spec
+
+
+def own_copy(trees: list[Tree]) -> Tree:
+    """Stacked tensors, in memory that may be written."""
+    k = len(trees)
+
+    def one(name: str) -> Tensor:
+        values = [t[name] for t in trees]
+        return values[0].expand(k, *values[0].shape).clone() if same(values) else torch.stack(values)
+
+    return Tree({n: one(n) for n in trees[0]})
+
+
+def unstack(tree: Any, k: int) -> list[Any]:
+    """One tree per client, each with memory of its own."""
+    leaves, spec = pytree.tree_flatten(tree)
+    if not leaves:
+        return [tree] * k
+    return [pytree.tree_unflatten([v.clone() for v in values], spec) for values in zip(*[t.unbind(0) for t in leaves])]
+
+
+def column(values: Tensor, like: Tensor) -> Tensor:
+    """[clients] -> [clients, 1, ...] for a tensor [clients, ...]."""
+    return values.view(-1, *[1] * (like.dim() - 1))
+
+
+class Batched(Engine):
+    """vmap over the clients of a crew."""
+
+    def crews(self, jobs: list[Job]) -> list[list[Job]]:
+        size = self.protocol.crew
+        return [jobs[i : i + size] for i in range(0, len(jobs), size)]
+
+    def answer(self, jobs: list[Job]) -> list[Any]:
+        by_type: dict[type, Callable[[list[Job]], list[Any]]] = {
+            Train: self.train, Survey: self.survey, Collect: self.collect,
+        }  # fmt: skip
+        order = sorted(range(len(jobs)), key=lambda i: -self.length(jobs[i]))
+        answers = by_type[type(jobs[0].request)]([jobs[i] for i in order])
+        back: list[Any] = [None] * len(jobs)
+        for i, a in zip(order, answers):
+            back[i] = a
+        return back
+
+    def length(self, job: Job) -> int:
+        """Batches of a request."""
+        r, client = job.request, job.client
+        return client.steps(r.epochs) if isinstance(r, Train) else client.n
+
+    def lift(self, fn: Callable[..., Any], mode: str, crew: Crew) -> BatchCall:
+        """fn(net, w, batch, view) -> the same for all live clients, with what the net's layers remember."""
+
+        def call(w: Tree, batch: Batch) -> tuple[Any, Tree]:
+            names, (rest, spec) = tuple(w), pytree.tree_flatten(batch._replace(step=None))
+            k, present = len(names), [v is not None for v in rest]
+            given = [v for v in rest if v is not None]
+
+            def one(*t: Tensor) -> tuple[Any, Tree]:  # flat lists: vmap's own handling of nested ones is slow
+                values = iter(t[k : k + len(given)])
+                b = pytree.tree_unflatten([next(values) if here else None for here in present], spec)
+                b = b._replace(step=batch.step)
+                net = self.net.bound(mode, b.mask)
+                out = fn(net, Tree(zip(names, t)), b, crew.view(list(t[k + len(given) :])))
+                return out, net.updates
+
+            return vmap(one)(*w.values(), *given, *crew.stacked())  # type: ignore[no-any-return]
+
+        return call
+
+    def lift_trees(self, fn: Callable[..., Tree], crew: Crew, *trees: Tree) -> Tree:
+        """fn(tree, ..., view) for all live clients."""
+        names = [tuple(t) for t in trees]
+
+        def one(*t: Tensor) -> Tree:
+            at, parts = 0, []
+            for keys in names:
+                parts.append(Tree(zip(keys, t[at : at + len(keys)])))
+                at += len(keys)
+            return fn(*parts, crew.view(list(t[at:])))
+
+        return vmap(one)(*[v for t in trees for v in t.values()], *crew.stacked())  # type: ignore[no-any-return]
+
+    def batch(self, crew: Crew, s: int, live: int, full: Any = None) -> Batch:
+        """Step s of the live clients; `full`: frozen features [clients, samples, ...]."""
+        wide = crew.wide_at[s]
+        u = None if crew.augment is None else crew.augment[s, :live, :wide]
+        x, y = self.task.rows(crew.index[s, :live, :wide], u)
+        frozen = None
+        if full is not None:
+            rows, who = crew.rows[s, :live, :wide], torch.arange(live)[:, None]
+            frozen = pytree.tree_map(lambda v: v[who, rows], full)
+        noise = crew.noise
+        if noise is not None:
+            noise = noise[s, :live, :wide] if crew.noise_per_row else noise[s, :live]
+        epoch = crew.epoch[s, :live].to(self.task.device, self.task.dtype)
+        return Batch(x, y, crew.mask[s, :live, :wide], frozen, noise, epoch, self.task.scalar(s))
+
+    def train(self, jobs: list[Job]) -> list[Any]:
+        r = jobs[0].request
+        plans = [self.training_plan(j.client, j.request) for j in jobs]
+        crew = Crew(self, jobs, plans)
+        w = own_copy([j.request.start for j in jobs])
+        groups = moving(r.groups, list(self.net.trainable(w)))
+        names = [n for _, mine in groups for n in mine]
+        momenta = own_copy([self.start_momenta(j, names, j.request.start) for j in jobs])
+        objective = self.lift(r.loss, "train", crew)
+        frozen = self.lift(lambda net, _, b, v: r.frozen(net, b, v), r.frozen_mode, crew) if r.frozen else None
+        full = self.per_sample(crew, frozen, w) if frozen and r.frozen_mode == "eval" and crew.augment is None else None
+        sums, terms, live = None, None, len(jobs)
+        for s, alive in enumerate(crew.live_at):
+            if alive < live:
+                live = alive
+                crew.narrow(live)
+            now = w if live == len(jobs) else Tree({k: v[:live] for k, v in w.items()})  # views: written through
+            with torch.no_grad():
+                b = self.batch(crew, s, live, full)
+                if frozen and full is None:
+                    b = b._replace(frozen=frozen(now, b)[0])
+                counts = crew.epoch[s, :live] == crew.last_epoch[:live]
+                if r.tally and counts.any():
+                    tally = self.lift(r.tally, "train_frozen", crew)(now, b)[0]
+                    sums = self.gather(sums, tally, counts, len(jobs))
+            q = now | {k: now[k].detach().requires_grad_() for k in names}
+            (returned, updates) = objective(q, b)
+            loss, parts = split_loss(returned)
+            grads = torch.autograd.grad(loss.sum(), [q[k] for k in names], materialize_grads=True) if names else ()
+            with torch.no_grad():
+                seen = Tree(loss=loss.detach()) | parts.map(Tensor.detach)
+                terms = self.gather(terms, seen, torch.ones(live, dtype=torch.bool), len(jobs))
+                if names:
+                    self.step(r, groups, now, Tree(zip(names, grads)), momenta, crew, live)
+                for k, v in updates.items():
+                    now[k].copy_(v)
+        for job, out, kept, own_terms in zip(jobs, plans, unstack(momenta, len(jobs)), unstack(terms, len(jobs))):
+            self.keep_momenta(job, kept)
+            job.terms = job.terms | (own_terms / len(out.size))
+        weights = unstack(w, len(jobs))
+        return list(zip(weights, unstack(sums, len(jobs)))) if r.tally else weights
+
+    def gather(self, total: Any, new: Any, counts: Tensor, k: int) -> Any:
+        """Add the sums of those live clients for which this step counts."""
+        if total is None:
+            total = pytree.tree_map(lambda v: v.new_zeros(k, *v.shape[1:]), new)
+
+        def put(t: Tensor, v: Tensor) -> Tensor:
+            t[: len(v)] += torch.where(column(counts.to(v.device), v), v, torch.zeros_like(v))
+            return t
+
+        return pytree.tree_map(put, total, new)
+
+    def step(
+        self, r: Train, groups: list[tuple[Group, list[str]]], w: Tree, g: Tree, momenta: Tree, crew: Crew, live: int
+    ) -> None:
+        """One SGD step of all live clients, in place on w (protocol 4.1)."""
+        client = crew.jobs[0].client
+        if r.correct:
+            g = self.lift_trees(r.correct, crew, g, w.like(g))
+        for limit, mine in self.clips(groups, client):
+            squares = torch.stack([g[k].flatten(1).square().sum(1) for k in mine])
+            factor = (limit / (squares.sum(0).sqrt() + 1e-6)).clamp_max(1)
+            g = g | {k: g[k] * column(factor, g[k]) for k in mine}
+        if r.after_clip:
+            g = self.lift_trees(r.after_clip, crew, g, w.like(g))
+        before = Tree({k: w[k].clone() for k in g}) if r.after_step else Tree()
+        for group, mine in groups:
+            lr, rho, decay, _ = self.setting(group, client)
+            p = [w[k] for k in mine]
+            d = [g[k].contiguous() for k in mine]  # the fused step reads memory, not strides
+            m = [momenta[k][:live] for k in mine]
+            torch._fused_sgd_(
+                p, d, m if rho else [], weight_decay=decay, momentum=rho, lr=lr, dampening=0.0,
+                nesterov=False, maximize=False, is_first_step=False,
+            )  # fmt: skip
+        if r.after_step:
+            for k, v in self.lift_trees(r.after_step, crew, w.like(g), before).items():
+                w[k].copy_(v)
+
+    def per_sample(self, crew: Crew, fn: BatchCall, w: Tree) -> Any:
+        """What constant models say of every sample of every client: [clients, samples, ...]."""
+        with torch.no_grad():
+            n = torch.tensor([j.client.n for j in crew.jobs])
+            index = pad_sequence([j.client.index for j in crew.jobs], batch_first=True)
+            x, y = self.task.rows(index, None)
+            mask = (torch.arange(index.shape[1])[None] < n[:, None]).to(self.task.device, self.task.dtype)
+            zero = self.task.scalar(0)
+            return fn(w, Batch(x, y, mask, None, None, zero.expand(len(n)), zero))[0]
+
+    def read(self, jobs: list[Job]) -> Iterator[tuple[Crew, int, Batch, Any]]:
+        """The batches of one pass -> crew, step, batch, what fn says of it. Mode "train": w remembers (see survey)."""
+        r = jobs[0].request
+        crew = Crew(self, jobs, [self.reading_plan(j.client, j.request) for j in jobs])
+        crew.w, live = own_copy([j.request.w for j in jobs]), len(jobs)
+        fn = self.lift(r.fn, r.mode, crew)
+        for s, alive in enumerate(crew.live_at):
+            if alive < live:
+                live = alive
+                crew.narrow(live)
+            b = self.batch(crew, s, live)
+            now = Tree({k: v[:live] for k, v in crew.w.items()})
+            out, updates = fn(now, b)
+            for k, v in updates.items():
+                now[k].copy_(v)
+            yield crew, s, b, out
+
+    def survey(self, jobs: list[Job]) -> list[Any]:
+        total: Any = None
+        with torch.no_grad():
+            for crew, _, b, sums in self.read(jobs):
+                total = self.gather(total, sums, torch.ones(len(b.y), dtype=torch.bool), len(jobs))
+        out = unstack(total, len(jobs))
+        return list(zip(out, unstack(crew.w, len(jobs)))) if jobs[0].request.mode == "train" else out
+
+    def collect(self, jobs: list[Job]) -> list[Any]:
+        parts: list[list[Any]] = [[] for _ in jobs]
+        positions: list[list[Tensor]] = [[] for _ in jobs]
+        with torch.no_grad():
+            for crew, s, b, out in self.read(jobs):
+                sizes = b.mask.sum(1).long().tolist()
+                for i, (one, n) in enumerate(zip(unstack(out, len(b.y)), sizes)):
+                    parts[i].append(pytree.tree_map(lambda v, n=n: v[:n], one))
+                    positions[i].append(crew.rows[s, i, :n])
+        return [_in_order(p, torch.cat(at)) for p, at in zip(parts, positions)]
+
+
+def _in_order(parts: list[Any], read: Tensor) -> tuple[Any, Tensor]:
+    """Rows by their position in the client's data."""
+    order = read.argsort()
+    return pytree.tree_map(lambda *v: torch.cat(v)[order.to(v[0].device)], *parts), read[order]

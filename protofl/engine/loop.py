@@ -1,0 +1,132 @@
+"""One client after the other: the definition that other engines must equal."""
+
+from __future__ import annotations
+
+from collections.abc import Callable
+from typing import Any
+
+import torch
+from torch import Tensor
+from torch.utils import _pytree as pytree
+
+from ..method import Batch, Collect, Group, Survey, Train, View
+from ..tree import Tree
+from .base import READ, Engine, Job, Plan, add, moving, split_loss
+
+
+class Loop(Engine):
+    """Plain PyTorch, one step at a time."""
+
+    def crews(self, jobs: list[Job]) -> list[list[Job]]:
+        return [[job] for job in jobs]
+
+    def answer(self, jobs: list[Job]) -> list[Any]:
+        (job,) = jobs
+        by_type: dict[type, Callable[[Job], Any]] = {Train: self.train, Survey: self.survey, Collect: self.collect}
+        return [by_type[type(job.request)](job)]
+
+    def batch(self, job: Job, plan: Plan, s: int, full: Any = None) -> Batch:
+        """Step s; `full`: frozen features of every sample of the client."""
+        size = plan.size[s]
+        rows = plan.rows[s, :size]
+        u = None if plan.augment is None else plan.augment[s, :size]
+        x, y = self.task.rows(job.client.index[rows], u)
+        frozen = None if full is None else pytree.tree_map(lambda v: v[rows], full)
+        noise = plan.noise
+        if noise is not None:
+            noise = noise[s, :size] if job.request.noise.per == "row" else noise[s]
+            noise = noise.to(self.task.dtype)
+        like = self.task.scalar
+        return Batch(x, y, self.task.ones(size), frozen, noise, like(plan.epoch[s]), like(s))
+
+    def train(self, job: Job) -> Any:
+        r, client = job.request, job.client
+        plan = self.training_plan(client, r)
+        epochs = plan.epoch[-1] + 1
+        view = self.view(job, len(plan.size), epochs)
+        groups = moving(r.groups, list(self.net.trainable(r.start)))
+        names = [n for _, mine in groups for n in mine]
+        w = r.start | {k: r.start[k].clone().requires_grad_() for k in names}
+        momenta = self.start_momenta(job, names, w)
+        full = self.frozen_features(job, view) if r.frozen and self.constant_features(r, plan) else None
+        sums, terms = None, Tree()
+        for s in range(len(plan.size)):
+            b = self.batch(job, plan, s, full)
+            with torch.no_grad():
+                if r.frozen and full is None:
+                    b = b._replace(frozen=r.frozen(self.net.bound(r.frozen_mode), b, view))
+                if r.tally and plan.epoch[s] == epochs - 1:
+                    sums = add(sums, r.tally(self.net.bound("train_frozen"), w, b, view))
+            net = self.net.bound("train")
+            loss, parts = split_loss(r.loss(net, w, b, view))
+            grads = torch.autograd.grad(loss, [w[k] for k in names], materialize_grads=True) if names else ()
+            with torch.no_grad():
+                terms = add(terms or None, Tree(loss=loss.detach()) | parts.map(Tensor.detach))
+                self.step(r, groups, w, Tree(zip(names, grads)), momenta, job, view, plan.epoch[s])
+                w = w | net.updates
+        self.keep_momenta(job, momenta)
+        job.terms = job.terms | (terms / len(plan.size))
+        w = w.map(Tensor.detach)
+        return (w, sums) if r.tally else w
+
+    def step(
+        self, r: Train, groups: list[tuple[Group, list[str]]], w: Tree, g: Tree, momenta: Tree,
+        job: Job, view: View, epoch: int,
+    ) -> None:  # fmt: skip
+        """One SGD step, in place on the moving entries of w (protocol 4.1)."""
+        if r.correct:
+            g = r.correct(g, w.like(g), view)
+        for limit, mine in self.clips(groups, job.client):
+            norm = torch.stack([g[k].square().sum() for k in mine]).sum().sqrt()
+            g = g | g.like(mine) * (limit / (norm + 1e-6)).clamp_max(1)
+        if r.after_clip:
+            g = r.after_clip(g, w.like(g), view)
+        before = w.like(g).map(lambda v: v.detach().clone()) if r.after_step else Tree()
+        for group, mine in groups:
+            lr, rho, decay, _ = self.setting(group, job.client)
+            lr = job.client.rate(epoch) if job.client.rate and group.lr is None else lr
+            p, d, m = [w[k] for k in mine], [g[k] for k in mine], [momenta[k] for k in mine]
+            if decay:
+                d = torch._foreach_add(d, p, alpha=decay)
+            if rho:
+                torch._foreach_mul_(m, rho)
+                torch._foreach_add_(m, d)
+            torch._foreach_add_(p, m if rho else d, alpha=-lr)
+        if r.after_step:
+            for k, v in r.after_step(w.like(g), before, view).items():
+                w[k].copy_(v)
+
+    def constant_features(self, r: Train, plan: Plan) -> bool:
+        """Whether the frozen models say the same of a sample in every epoch."""
+        return r.frozen_mode == "eval" and plan.augment is None
+
+    def frozen_features(self, job: Job, view: View) -> Any:
+        """What `frozen` says of every sample of the client, once per request."""
+        client, parts = job.client, []
+        with torch.no_grad():
+            for at in range(0, client.n, READ):
+                x, y = self.task.rows(client.index[at : at + READ], None)
+                b = Batch(x, y, self.task.ones(len(y)))
+                parts.append(job.request.frozen(self.net.bound("eval"), b, view))
+        return pytree.tree_map(lambda *v: torch.cat(v), *parts)
+
+    def survey(self, job: Job) -> Any:
+        r, total = job.request, None
+        plan, w = self.reading_plan(job.client, r), r.w
+        view = self.view(job, len(plan.size), 1)
+        with torch.no_grad():
+            for s in range(len(plan.size)):
+                net = self.net.bound(r.mode)
+                total = add(total, r.fn(net, w, self.batch(job, plan, s), view))
+                w = w | net.updates
+        return (total, w) if r.mode == "train" else total
+
+    def collect(self, job: Job) -> Any:
+        r = job.request
+        plan = self.reading_plan(job.client, r)
+        view = self.view(job, len(plan.size), 1)
+        with torch.no_grad():
+            parts = [r.fn(self.net.bound(r.mode), r.w, self.batch(job, plan, s), view) for s in range(len(plan.size))]
+        read = torch.cat([plan.rows[s, :size] for s, size in enumerate(plan.size)])
+        order = read.argsort()
+        return pytree.tree_map(lambda *v: torch.cat(v)[order.to(v[0].device)], *parts), read[order]

@@ -1,0 +1,369 @@
+"""What a method is, and all that it may ask for.
+
+A method is a frozen dataclass whose fields are its options. It consists of
+
+* functions of one batch, `(net, w, batch, view) -> tensors`: pure, for one client, never batched by hand;
+* a client program: ordinary Python for one client that yields requests (`Train`, `Survey`, `Collect`) and returns
+  what the client uploads and what it keeps;
+* server functions: any torch.
+
+How many clients are answered in one call is the engine's business and cannot be seen from here. Rules:
+
+1. Programs and server functions return *changes* of trees; the runtime merges them, so that parts compose.
+2. Functions in a request are methods or module-level functions (a closure cannot be grouped with its like); tensors
+   that differ per client travel in `const`.
+3. Functions of a batch never branch on the value of a tensor and never write into what they are given.
+4. Surveys return sums, never means: sums pad, shard and add. Padding rows are zero in `batch.onehot`, and
+   `batch.mean` leaves them out.
+5. Trees hold tensors, `Rows` and trees, and nothing else: they are counted, stored and resumed.
+"""
+
+from __future__ import annotations
+
+import math
+from collections.abc import Callable, Generator, Mapping
+from dataclasses import dataclass, field
+from typing import TYPE_CHECKING, Any, ClassVar, NamedTuple
+
+import torch.nn.functional as F
+from numpy.random import RandomState
+from torch import Tensor
+
+from .errors import UserError
+from .options import choice, flag, number, text, value
+from .tree import Rows, Tree
+
+if TYPE_CHECKING:
+    from .nets import Net
+    from .protocol import Protocol
+
+__all__ = [
+    "OFF", "Batch", "Client", "Collect", "Exchange", "Group", "Last", "Method", "Model", "Noise", "Program", "Rows",
+    "Server", "Survey", "Task", "Train", "Tree", "View", "choice", "flag", "need", "number", "value",
+]  # fmt: skip
+
+OFF = math.inf
+"""Group(clip=OFF): not clipped."""
+
+Program = Generator[Any, Any, Any]
+
+
+# ---- what a function of one batch sees --------------------------------------------------------------------------
+
+
+class Batch(NamedTuple):
+    """One mini-batch: what changes at every step."""
+
+    x: Any  # [rows, C, H, W], augmented and normalised; on the server what was given to `server.train`
+    y: Tensor  # [rows] class ids
+    mask: Tensor  # [rows] 1 for real rows, 0 for padding
+    frozen: Any = None  # what Train.frozen said about these rows
+    noise: Any = None  # uniform numbers of Train.noise
+    epoch: Any = 0  # 0 .. epochs-1
+    step: Any = 0  # 0 .. steps-1
+
+    def mean(self, values: Tensor, where: Tensor | None = None) -> Tensor:
+        """Mean of `values` [rows] over the real rows (for which `where` [rows] holds); 0 if there are none."""
+        m = self.mask if where is None else self.mask * where
+        return (values * m).sum() / m.sum().clamp_min(1)
+
+    def onehot(self, classes: int) -> Tensor:
+        """[rows, classes]; a padding row is all zero."""
+        return F.one_hot(self.y, classes).to(self.mask.dtype) * self.mask[:, None]
+
+
+class View(NamedTuple):
+    """What does not change while a request is answered."""
+
+    shared: Tree  # as broadcast
+    own: Tree  # this client's memory, as at the start of the round
+    const: Tree  # what the program handed to this request
+    n: Any  # samples of the client
+    counts: Tensor  # [classes] samples per class
+    steps: Any  # optimiser steps of this request
+    epochs: Any  # epochs of this request
+    lr: float  # eta_t
+    round: int  # t
+    rounds: int  # T
+
+
+# ---- what a client program may ask for --------------------------------------------------------------------------
+
+
+@dataclass(frozen=True)
+class Group:
+    """Parameters with one setting; None: as the protocol says.
+
+    The first group whose `names` (a regular expression) match takes a parameter; a parameter in no group does not
+    move. Groups with equal `clip` and `norm` share one gradient norm: a group is not a clip scope.
+    """
+
+    names: str = ".*"
+    lr: float | None = None
+    momentum: float | None = None
+    weight_decay: float | None = None
+    clip: float | None = None
+    norm: str = ""
+
+
+class Noise(NamedTuple):
+    """Uniform numbers in [0, 1) for `batch.noise`: `shape` for every batch, or for every row of it."""
+
+    shape: tuple[int, ...]
+    per: str = "batch"  # "batch" | "row"
+
+
+@dataclass(frozen=True, eq=False)
+class Train:
+    """Local SGD -> the weights, or (weights, sums) with a tally.
+
+    One step: gradient of `loss`, `correct`, clip, `after_clip`, weight decay, momentum, step, `after_step`. These
+    three see the parameters that move, and only those. `loss` returns a scalar, or (scalar, Tree of named terms to
+    be recorded). `frozen` gives per-row tensors of constant models, once per sample where nothing is random.
+    `tally` gathers sums before each step of the last epoch. `stream` feeds `noise`; batches and augmentation come
+    from the training stream, which nothing else touches.
+    """
+
+    start: Tree
+    loss: Callable[..., Any]  # (net, w, batch, view)
+    groups: tuple[Group, ...] = (Group(),)
+    epochs: int | None = None
+    const: Tree = field(default_factory=Tree)
+    frozen: Callable[..., Any] | None = None  # (net, batch, view)
+    frozen_mode: str = "eval"  # "eval" | "train_frozen": batch statistics, buffers left alone
+    correct: Callable[..., Tree] | None = None  # (grads, w, view) -> grads
+    after_clip: Callable[..., Tree] | None = None  # (grads, w, view) -> grads
+    after_step: Callable[..., Tree] | None = None  # (w, before, view) -> w
+    tally: Callable[..., Tree] | None = None  # (net, w, batch, view) -> sums
+    noise: Noise | None = None
+    stream: RandomState | None = None
+
+
+@dataclass(frozen=True, eq=False)
+class Survey:
+    """One pass over the client's data -> the sum of `fn` over its batches.
+
+    mode "eval"; "train_frozen": batch statistics; "train": batch statistics that the buffers remember, and the
+    answer is (sums, weights). `stream` (private) feeds the augmentation and, where batches matter (another mode than
+    eval, or drop_last), their order; without augmentation in eval mode it is not touched.
+    """
+
+    w: Tree
+    fn: Callable[..., Tree]  # (net, w, batch, view) -> sums
+    const: Tree = field(default_factory=Tree)
+    mode: str = "eval"
+    augment: bool = False
+    drop_last: bool = False
+    stream: RandomState | None = None
+
+
+@dataclass(frozen=True, eq=False)
+class Collect:
+    """One pass over the client's data -> (`fn` for every sample that was read, their positions in client.y).
+
+    Rows come in the order of client.y; with drop_last those of the short last batch are missing. mode: "eval" or
+    "train_frozen".
+    """
+
+    w: Tree
+    fn: Callable[..., Tree]  # (net, w, batch, view) -> per-row tensors
+    const: Tree = field(default_factory=Tree)
+    mode: str = "eval"
+    augment: bool = False
+    drop_last: bool = False
+    stream: RandomState | None = None
+
+
+def logits(net: Net, tree: Tree, x: Tensor) -> Tensor:
+    """The network's own scores."""
+    return net(tree, x)
+
+
+class Model(NamedTuple):
+    """Something to evaluate.
+
+    scores(net, tree, x) -> [rows, classes], or several by name, of which the first is the headline; a name whose
+    scores are undefined maps to None. Predictions are the argmax; the loss is the cross-entropy of the scores called
+    `loss` (default: the headline), which must be logits.
+    """
+
+    tree: Tree
+    scores: Callable[..., Any] = logits
+    loss: str = ""
+
+
+class Exchange(NamedTuple):
+    """One meeting of server and clients: a client program and its server function."""
+
+    program: Callable[..., Any]  # (client, shared, own) -> requests -> (upload, changes of own)
+    aggregate: Callable[..., tuple[Tree, Tree]]  # (server, shared, private, uploads) -> changes of shared, of private
+
+
+class Last(NamedTuple):
+    """What the evaluation knows about a client's participation in this round."""
+
+    received: Tree  # shared, as it was broadcast
+    upload: Tree
+
+
+# ---- handles (filled in by the runtime) ---------------------------------------------------------------------------
+
+
+class Task:
+    """The same for the whole run: net, initial (weights w^0), classes (K), clients (N), rounds (T), protocol."""
+
+    net: Net
+    initial: Tree
+    classes: int
+    clients: int
+    rounds: int
+    protocol: Protocol
+
+    def stream(self, method: str, tag: str, *axes: int) -> RandomState:
+        """The private stream (method, tag, t=-1, server, *axes) of protocol section 0."""
+        raise NotImplementedError
+
+    def client_stream(self, method: str, tag: str, client: int, *axes: int) -> RandomState:
+        """The private stream (method, tag, t=-1, client, *axes): what a client has from before round 0."""
+        raise NotImplementedError
+
+
+class Client:
+    """One client in one round: id, n (samples), y [n], counts [K], round (t), rounds (T), lr, momentum, task."""
+
+    task: Task
+    id: int
+    n: int
+    y: Tensor
+    counts: Tensor
+    round: int
+    rounds: int
+    lr: float
+    momentum: float
+
+    def steps(self, epochs: int | None = None) -> int:
+        """Optimiser steps of a Train of so many epochs (default: the protocol's)."""
+        raise NotImplementedError
+
+    def stream(self, method: str, tag: str, *axes: int) -> RandomState:
+        """The private stream (method, tag, t, client, *axes) of protocol section 0."""
+        raise NotImplementedError
+
+
+class Server:
+    """The server in one exchange: ids (ascending), weights and uniform [m] (each sums to 1), round, rounds, task."""
+
+    task: Task
+    ids: list[int]
+    weights: Tensor
+    uniform: Tensor
+    round: int
+    rounds: int
+
+    def stream(self, method: str, tag: str, *axes: int) -> RandomState:
+        """The private stream (method, tag, t, server, *axes) of protocol section 0."""
+        raise NotImplementedError
+
+    def mean(self, trees: list[Tree], weights: Tensor | None = None) -> Tree:
+        """Weighted mean by name, in ascending client id (default weights: the protocol's); integers: the largest."""
+        raise NotImplementedError
+
+    def merge(self, old: Tree, trees: list[Tree], weights: Tensor | None = None) -> Tree:
+        """`old` moved by server_lr towards the mean; buffers are averaged plainly."""
+        raise NotImplementedError
+
+    def train(
+        self,
+        request: Train,
+        x: Tree,
+        y: Tensor,
+        *,
+        batch_size: int,
+        epochs: int,
+        lr: Callable[[int], float],
+        weight_decay: float,
+        stream: RandomState,
+    ) -> Tree:
+        """The clients' SGD on tensors that the server has (no momentum, no clip, short last batch kept) -> weights.
+
+        x: tree of [rows, ...]; lr: rate of an epoch. Per epoch the stream gives a permutation, then the noise.
+        """
+        raise NotImplementedError
+
+
+# ---- a method -----------------------------------------------------------------------------------------------------
+
+
+def need(method: str, protocol: Protocol, **fields: Any) -> None:
+    """Refuse a protocol whose fields differ from what a method needs, with the line that changes them for all."""
+    for name, wanted in fields.items():
+        if getattr(protocol, name) != wanted:
+            raise UserError(
+                f"{method} needs {name}={text(wanted)}, the experiment has {text(getattr(protocol, name))}: "
+                f"`--set {name}={text(wanted)}` changes it for every method of the table"
+            )
+
+
+@dataclass(frozen=True)
+class Method:
+    """Everything is optional except start, local and aggregate."""
+
+    presets: ClassVar[Mapping[str, Mapping[str, Any]]] = {}
+    """Option values by the name of a method preset (an option `preset` must offer the names)."""
+    needs: ClassVar[Mapping[str, Mapping[str, Any]]] = {}
+    """Protocol fields that a method preset needs, by its name."""
+    open_fields: ClassVar[tuple[str, ...]] = ()
+    """Protocol fields that this paper leaves open: shown with the options by `protofl methods NAME`."""
+    constant: ClassVar[tuple[str, ...]] = ()
+    """Entries of `shared` that never change: billed once, with a client's first participation."""
+    keeps_personal: ClassVar[bool] = False
+    """Whether every client keeps its personal model, so that all can be evaluated as trained."""
+
+    @classmethod
+    def build(cls, options: Mapping[str, Any], setting: Callable[[str], Mapping[str, Any]]) -> Method:
+        """The method with these (checked) options; `setting(name)` gives another method's values in this setting."""
+        return cls(**options)
+
+    def check(self, protocol: Protocol, net: Net) -> None:
+        """Raise `UserError` where this method cannot run, with the reason and what would be right."""
+
+    def start(self, task: Task) -> tuple[Tree, Tree]:
+        """-> shared (what is broadcast), private (what the server alone has)."""
+        raise NotImplementedError
+
+    def enrol(self, client: Client) -> Tree:
+        """A client's memory before its first participation."""
+        return Tree()
+
+    def local(self, client: Client, shared: Tree, own: Tree) -> Program:
+        """The client program of a round -> (upload, changes of own)."""
+        raise NotImplementedError
+
+    def aggregate(self, server: Server, shared: Tree, private: Tree, uploads: list[Tree]) -> tuple[Tree, Tree]:
+        """The server's part of a round -> (changes of shared, changes of private). Uploads are in ascending id."""
+        raise NotImplementedError
+
+    def first(self) -> Exchange | None:
+        """An exchange before round 0, with the clients of round 0."""
+        return None
+
+    def refresh(self, client: Client, shared: Tree, own: Tree) -> Program:
+        """The program behind pm_protocol=refresh (protocol 5.3) -> Model; nothing of it is kept."""
+        upload, changed = yield from self.local(client, shared, own)
+        return self.personal_model(client, shared, own | changed, Last(shared, upload))
+
+    def global_model(self, shared: Tree, private: Tree) -> Model | None:
+        """What the server would deploy; None: there is none."""
+        return None
+
+    def personal_model(self, client: Client, shared: Tree, own: Tree, last: Last) -> Model:
+        """What a client uses right after its local training; `shared` is already that of the next round."""
+        raise NotImplementedError
+
+    def prototypes(self, shared: Tree, private: Tree) -> Rows | None:
+        """Global class prototypes [K, d], for the record."""
+        return None
+
+    def client_prototypes(self, upload: Tree) -> tuple[Tensor, Tensor] | None:
+        """A client's prototypes ([rows, d], [rows] class ids) in the space of the global ones, for the record."""
+        return None

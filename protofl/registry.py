@@ -1,0 +1,169 @@
+"""Where methods are found: the package's own, entry points, and files."""
+
+from __future__ import annotations
+
+import dataclasses
+import functools
+import hashlib
+import importlib
+import importlib.metadata
+import importlib.util
+import sys
+from collections.abc import Mapping
+from pathlib import Path
+from types import ModuleType
+from typing import TYPE_CHECKING, Any
+
+from . import options, protocol
+from .errors import UserError, nearest
+
+if TYPE_CHECKING:
+    from .method import Method
+    from .nets import Net
+
+GROUP = "protofl.methods"
+"""Entry-point group by which installed packages offer methods."""
+
+ORDER = ("fedavg", "fedprox", "moon", "fedproc", "fednh", "fedcspc")
+"""The default table: the papers' common baselines, then theirs."""
+
+
+def entry_points() -> dict[str, importlib.metadata.EntryPoint]:
+    """Methods of other installed packages, by name."""
+    return {e.name: e for e in importlib.metadata.entry_points(group=GROUP)}
+
+
+@functools.cache
+def names() -> list[str]:
+    """All method names, the default table first. Imports no method."""
+    spec = importlib.util.find_spec("protofl.methods")
+    folders = list(spec.submodule_search_locations or []) if spec else []
+    files = [path for folder in folders for path in sorted(Path(folder).glob("*.py"))]
+    # A file defines a method where a class of it has the file's name.
+    mine = {p.stem for p in files if f"class {p.stem}(" in p.read_text("utf-8").lower()}
+    rest = sorted((mine | set(entry_points())) - set(ORDER))
+    return [n for n in ORDER if n in mine] + rest
+
+
+def is_path(name: str) -> bool:
+    """Whether a method is given as a file."""
+    return name.endswith(".py")
+
+
+def known(name: str) -> str:
+    """The name, if there is such a method; a file must exist."""
+    if is_path(name):
+        if not Path(name).is_file():
+            raise UserError(f"method file {name!r} does not exist")
+    elif name not in names():
+        raise UserError(
+            f"there is no method {name!r}{nearest(name, names())}; methods: {', '.join(names())}, or a file ./NAME.py"
+        )
+    return name
+
+
+def label(name: str) -> str:
+    """The name under which a method appears: a file's is its stem."""
+    return Path(name).stem if is_path(name) else name
+
+
+def module(name: str) -> ModuleType:
+    """The module of a method."""
+    if not is_path(known(name)):
+        if name in entry_points() and importlib.util.find_spec(f"protofl.methods.{name}") is None:
+            return importlib.import_module(entry_points()[name].module)
+        return importlib.import_module(f"protofl.methods.{name}")
+    path = Path(name).resolve()
+    unique = f"protofl_file_{hashlib.sha256(str(path).encode()).hexdigest()[:8]}_{path.stem}"
+    if unique not in sys.modules:
+        spec = importlib.util.spec_from_file_location(unique, path)
+        if spec is None or spec.loader is None:
+            raise UserError(f"method file {name!r} cannot be read as Python")
+        made = importlib.util.module_from_spec(spec)
+        sys.modules[unique] = made
+        try:
+            spec.loader.exec_module(made)
+        except Exception as e:
+            del sys.modules[unique]
+            raise UserError(f"method file {name!r} does not load: {type(e).__name__}: {e}") from e
+    return sys.modules[unique]
+
+
+def load(name: str) -> type[Method]:
+    """The class of a method: of its module, the one with its name, or the only one defined there."""
+    from .method import Method
+
+    found = module(name)
+    mine = [c for c in vars(found).values()
+            if isinstance(c, type) and issubclass(c, Method) and c.__module__ == found.__name__]  # fmt: skip
+    named = [c for c in mine if c.__name__.lower() == label(name).lower()] or mine
+    if len(named) != 1:
+        raise UserError(f"{name!r} must define one method named {label(name)!r}; it defines: "
+                        f"{', '.join(c.__name__ for c in mine) or 'none'}")  # fmt: skip
+    return named[0]
+
+
+def source_hash(name: str) -> str:
+    """What a file's method hangs on besides its options: the file's content. Empty for the package's own."""
+    return hashlib.sha256(Path(name).read_bytes()).hexdigest()[:16] if is_path(name) else ""
+
+
+@dataclasses.dataclass(frozen=True)
+class Spec:
+    """A method as it was asked for: its name, what was set explicitly, and the setting it takes its values from.
+
+    stored: of a recorded run, the class whose options are all given.
+    """
+
+    name: str
+    given: tuple[tuple[str, Any], ...] = ()
+    preset: str = "moon.common"
+    stored: str = ""
+
+    def build(self, experiment: protocol.Protocol) -> Method:
+        """The method, its options resolved: explicit > method preset > the setting > the file's default."""
+        if self.stored:
+            made = getattr(module(self.name), self.stored)
+            return made(**options.read(made, dict(self.given), label(self.name)))  # type: ignore[no-any-return]
+        cls, name = load(self.name), label(self.name)
+        given = self._without_protocol_fields(cls, dict(self.given), experiment)
+        explicit = options.read(cls, given, name)
+        setting = options.read(cls, self._setting(name), f"{name} in preset {self.preset}")
+        asked = explicit.get("preset")
+        chosen = options.read(cls, cls.presets.get(asked, {}), name) if asked else {}
+        method = cls.build({**setting, **chosen, **explicit}, self._setting)
+        from .method import need
+
+        if asked:
+            need(f"{name} preset={asked}", experiment, **cls.needs.get(asked, {}))
+        return method
+
+    def _setting(self, method: str) -> Mapping[str, Any]:
+        return protocol.method_setting(self.preset, method)
+
+    def _without_protocol_fields(
+        self, cls: type[Method], given: dict[str, Any], experiment: protocol.Protocol
+    ) -> dict[str, Any]:
+        """A protocol field set for one method must equal the experiment's: a table has one protocol."""
+        from .method import need
+
+        shared = set(options.fields(protocol.Protocol)) - set(options.fields(cls))
+        for key in [k for k in given if k in shared]:
+            need(f"{label(self.name)}.{key}", experiment, **protocol.coerce({key: given.pop(key)}))
+        return given
+
+
+def check(method: Method, experiment: protocol.Protocol, net: Net) -> None:
+    """Refuse what a method cannot do in this experiment, before any work starts."""
+    method.check(experiment, net)
+    if experiment.pm_clients == "all" and experiment.pm_protocol == "as_trained" and not method.keeps_personal \
+            and set(experiment.metrics) - {"gm"}:  # fmt: skip
+        raise UserError(
+            f"pm_clients=all as trained needs a method that keeps its personal models, {type(method).__name__} does not: "
+            "set pm_protocol=refresh or pm_clients=active"
+        )
+
+
+def describe(method: Method) -> dict[str, Any]:
+    """The class and all option values, as JSON knows them."""
+    return {"class": type(method).__name__, "options": dataclasses.asdict(method)}

@@ -1,0 +1,248 @@
+"""Figures: tidy frames in, PNG files out. One style; no global state, no display, nothing left open."""
+
+from __future__ import annotations
+
+import math
+from collections.abc import Sequence
+from pathlib import Path
+from typing import TYPE_CHECKING, Any
+
+import numpy as np
+import pandas as pd
+
+from . import style
+from .markdown import one_line
+
+if TYPE_CHECKING:
+    from matplotlib.axes import Axes
+    from matplotlib.figure import Figure
+
+ACCURACIES = {"gm": "global model (GM)", "pm_v": "personalised models, PM(V)"}
+FATES = {"diverged": ("X", "diverged"), "unfinished": ("D", "unfinished")}
+
+
+def plain(text: str) -> str:
+    """A text as a figure can show it: one line, never hidden as matplotlib hides labels that begin with `_`."""
+    made = one_line(text)
+    return f" {made}" if made.startswith("_") else made
+
+
+def short(text: str, most: int) -> str:
+    """A text cut to a length."""
+    return text if len(text) <= most else text[: most - 1] + "…"
+
+
+def save(figure: Figure, path: Path) -> None:
+    """Write a PNG that depends on nothing but the figure."""
+    figure.savefig(path, format="png", metadata={"Software": None}, bbox_inches="tight", pad_inches=0.12)
+
+
+def blank(width: float, height: float, rows: int = 1, columns: int = 1, **grid: Any) -> tuple[Figure, list[Axes]]:
+    """A new figure with its axes, row by row."""
+    from matplotlib.figure import Figure
+
+    figure = Figure(figsize=(width, height), layout="constrained")
+    return figure, list(figure.subplots(rows, columns, squeeze=False, **grid).flat)
+
+
+def draw_curves(tidy: pd.DataFrame, chance: float | None, path: Path) -> None:
+    """Accuracy over rounds of one setting, a panel per kind of accuracy."""
+    kinds = [m for m in ACCURACIES if (tidy["metric"] == m).any()]
+    labels = tidy["label"].nunique()
+    figure, axes = blank(7.4, len(kinds) * max(3.3, 0.19 * labels + 1.2), len(kinds))
+    for ax, metric in zip(axes, kinds):
+        mine = tidy[tidy["metric"] == metric].assign(**{n: 100 * tidy[n] for n in ("mean", "low", "high")})
+        lines(ax, mine)
+        ax.set_title(ACCURACIES[metric])
+        ax.set_ylabel("test accuracy, %")
+        if chance is not None:
+            ax.axhline(100 * chance, color="#999999", linewidth=0.9, linestyle=(0, (2, 2)), zorder=1)
+            ax.annotate("chance", (0, 100 * chance), (2, 2), xycoords=("axes fraction", "data"),
+                        textcoords="offset points", color="#777777", fontsize=8)  # fmt: skip
+        direct_labels(ax, mine)
+    axes[-1].set_xlabel("round t")
+    save(figure, path)
+
+
+def draw_terms(tidy: pd.DataFrame, path: Path) -> None:
+    """Terms of the training loss over rounds of one setting, a panel per term."""
+    names = sorted(tidy["metric"].unique(), key=lambda n: (n != "loss", n))
+    columns = min(3, len(names))
+    rows = math.ceil(len(names) / columns)
+    figure, axes = blank(max(4.5, 2.9 * columns), 2.4 * rows + 0.6, rows, columns)
+    for ax, name in zip(axes, names):
+        lines(ax, tidy[tidy["metric"] == name])
+        ax.set_title(short(plain(str(name)), 28))
+    for ax in axes[len(names) :]:
+        ax.remove()
+    for ax in axes[: len(names)][-columns:]:
+        ax.set_xlabel("round t")
+    legend(figure, tidy, columns)
+    save(figure, path)
+
+
+def lines(ax: Axes, tidy: pd.DataFrame) -> None:
+    """Mean over the seeds with a band from the lowest to the highest; a mark where a curve ends before its time."""
+    from matplotlib.ticker import MaxNLocator
+
+    dots = tidy["round"].nunique() <= 30
+    for label, mine in tidy.groupby("label", sort=False):
+        first = mine.iloc[0]
+        colour = style.colour(str(first["method"]))
+        ax.plot(mine["round"], mine["mean"], color=colour, linestyle=style.dash(int(first["variant"])),
+                marker="o" if dots else "", markersize=2.6, label=plain(str(label)))  # fmt: skip
+        if (mine["high"] > mine["low"]).any():
+            ax.fill_between(mine["round"], mine["low"], mine["high"], color=colour, alpha=0.13, linewidth=0)
+        mark, _ = fate(str(first["status"]))
+        if mark:
+            end = mine.iloc[-1]
+            ax.plot([end["round"]], [end["mean"]], marker=mark, markersize=7, color=colour, markeredgecolor="white")
+    ax.xaxis.set_major_locator(MaxNLocator(integer=True, min_n_ticks=1))
+    if tidy["round"].nunique() == 1:
+        t = tidy["round"].iloc[0]
+        ax.set_xlim(t - 1, t + 1)
+        ax.set_xticks([t])
+    else:
+        ax.set_xlim(tidy["round"].min(), tidy["round"].max() * 1.004)
+
+
+def fate(state: str) -> tuple[str, str]:
+    """Marker and word for a method whose curve ends early; empty if it does not."""
+    return next((v for k, v in FATES.items() if state.startswith(k)), ("", ""))
+
+
+def direct_labels(ax: Axes, tidy: pd.DataFrame) -> None:
+    """The methods' names beside the ends of their curves, pushed apart where they would overlap."""
+    low, high = ax.get_ylim()
+    ends = [mine.iloc[-1] for _, mine in tidy.groupby("label", sort=False)]
+    height = ax.get_figure(root=True).get_size_inches()[1] / len(ax.get_figure(root=True).axes)  # type: ignore[union-attr]
+    gap = 0.165 / (height - 0.75)
+    wanted = [float((e["mean"] - low) / (high - low)) for e in ends]
+    last = tidy["round"].max()
+    for end, y, place in zip(ends, wanted, style.spread(wanted, gap, 0.0, 1.0)):
+        colour = style.colour(str(end["method"]))
+        word = fate(str(end["status"]))[1]
+        text = short(plain(str(end["label"])), 40) + (f" ({word})" if word else "")
+        ax.annotate(text, (1.045, place), xycoords="axes fraction", color=colour, va="center", fontsize=8.5)
+        if end["round"] == last:
+            ax.plot([1.006, 1.038], [y, place], color=colour, linewidth=0.8, transform=ax.transAxes, clip_on=False,
+                    linestyle=style.dash(int(end["variant"])))  # fmt: skip
+    ax.set_ylim(low, high)
+
+
+def legend(figure: Figure, tidy: pd.DataFrame, columns: int) -> None:
+    """All methods below the panels."""
+    from matplotlib.lines import Line2D
+
+    firsts = [mine.iloc[0] for _, mine in tidy.groupby("label", sort=False)]
+    handles = [
+        Line2D([], [], color=style.colour(str(f["method"])), linestyle=style.dash(int(f["variant"]))) for f in firsts
+    ]
+    words = [short(plain(str(f["label"])), 40) for f in firsts]
+    widest = max(map(len, words))
+    fit = max(1, int(columns * 2.9 * 72 / (5.2 * widest + 40)))
+    figure.legend(handles, words, loc="outside lower center", ncols=min(fit, len(words)))
+
+
+def draw_split(tidy: pd.DataFrame, path: Path) -> None:
+    """Samples by client and class as a heat map, with the clients' sizes beside it."""
+    clients, classes = tidy["client"].nunique(), tidy["class"].to_numpy()[: len(tidy) // tidy["client"].nunique()]
+    table = tidy["samples"].to_numpy().reshape(clients, len(classes))
+    height = min(max(0.27 * clients + 1.3, 2.4), 8.5)
+    figure, (ax, bars) = blank(min(max(0.42 * len(classes) + 3.6, 5.5), 9), height, 1, 2, sharey=True,
+                               width_ratios=[3, 1])  # fmt: skip
+    image = ax.imshow(table, aspect="auto", cmap="Blues", vmin=0, interpolation="nearest")
+    ax.grid(False)
+    ax.set_title("samples by client and class")
+    ax.set_ylabel("client")
+    ax.set_yticks(np.unique(np.linspace(0, clients - 1, min(clients, 20)).round()))
+    name_classes(ax, [short(plain(str(c)), 14) for c in classes])
+    if clients <= 25 and len(classes) <= 12:
+        write_counts(ax, table)
+    else:
+        figure.colorbar(image, ax=ax, pad=0.02, fraction=0.05)
+    bars.barh(np.arange(clients), table.sum(1), color="#4477aa", height=0.75)
+    bars.set_title("size")
+    bars.tick_params(axis="y", length=0, labelleft=False)
+    bars.grid(False, axis="y")
+    bars.locator_params(axis="x", nbins=3)
+    save(figure, path)
+
+
+def name_classes(ax: Axes, names: Sequence[str]) -> None:
+    """Class names below a heat map, or their numbers where there are too many."""
+    if len(names) > 20:
+        ax.set_xlabel("class id")
+        return
+    ax.set_xticks(range(len(names)), names)
+    if max(map(len, names)) > 3:
+        ax.tick_params(axis="x", rotation=45)
+        for tick in ax.get_xticklabels():
+            tick.set_ha("right")
+            tick.set_rotation_mode("anchor")
+    else:
+        ax.set_xlabel("class")
+
+
+def write_counts(ax: Axes, table: Any) -> None:
+    """The counts in the cells of a heat map; none where there are no samples."""
+    for (i, c), n in np.ndenumerate(table):
+        if n:
+            dark = n > 0.55 * table.max()
+            ax.text(c, i, str(n), ha="center", va="center", fontsize=6.5, color="white" if dark else "#333333")
+
+
+def draw_prototypes(tidy: pd.DataFrame, classes: int, path: Path) -> None:
+    """Prototypes in the plane, a panel per method: stars are global, dots are the clients' own."""
+    groups = list(tidy.groupby("label", sort=False))
+    columns = min(3, len(groups))
+    rows = math.ceil(len(groups) / columns)
+    figure, axes = blank(2.9 * columns + 1.3, 2.9 * rows + 0.2, rows, columns)
+    for ax, (label, mine) in zip(axes, groups):
+        first = mine.iloc[0]
+        for kind, marker, size, edge in (("client", "o", 13, "none"), ("global", "*", 105, "black")):
+            part = mine[mine["kind"] == kind]
+            ax.scatter(part["x"], part["y"], c=[class_colour(int(c), classes) for c in part["class_id"]], s=size,
+                       marker=marker, edgecolors=edge, linewidths=0.6, alpha=1 if kind == "global" else 0.6,
+                       zorder=3 if kind == "global" else 2)  # fmt: skip
+        ax.set_title(f"{short(plain(str(label)), 30)}\n", fontsize=9.5)
+        ax.text(0, 1.02, f"{first['projection']}, round {first['round']}, seed {first['seed']}", fontsize=7.5,
+                color="#666666", transform=ax.transAxes)  # fmt: skip
+        ax.set_xticks([])
+        ax.set_yticks([])
+        ax.margins(0.08)
+    for ax in axes[len(groups) :]:
+        ax.remove()
+    class_legend(figure, tidy, classes)
+    save(figure, path)
+
+
+def class_colour(c: int, classes: int) -> Any:
+    """The colour of a class."""
+    if classes <= len(style.CLASSES):
+        return style.CLASSES[c % len(style.CLASSES)]
+    import matplotlib
+
+    return matplotlib.colormaps["turbo"](c / max(classes - 1, 1))
+
+
+def class_legend(figure: Figure, tidy: pd.DataFrame, classes: int) -> None:
+    """Which colour is which class, and what stars and dots are."""
+    from matplotlib.lines import Line2D
+
+    look: dict[str, Any] = {"linestyle": "", "color": "#666666"}
+    handles = [Line2D([], [], marker="*", markersize=9, markeredgecolor="black", **look),
+               Line2D([], [], marker="o", markersize=4, **look)]  # fmt: skip
+    words = ["global", "client"]
+    named = tidy[["class_id", "class"]].drop_duplicates().sort_values("class_id")
+    if classes <= len(style.CLASSES):
+        for c, name in named.itertuples(index=False):
+            handles.append(Line2D([], [], marker="s", markersize=5, linestyle="", color=class_colour(c, classes)))
+            words.append(short(plain(str(name)), 16))
+    else:
+        for c in np.unique(np.linspace(0, classes - 1, 6).round().astype(int)):
+            handles.append(
+                Line2D([], [], marker="s", markersize=5, linestyle="", color=class_colour(int(c), classes))
+            )
+            words.append(f"class id {c}")
+    figure.legend(handles, words, loc="outside right center", fontsize=8)

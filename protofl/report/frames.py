@@ -1,0 +1,93 @@
+"""The data behind the figures: functions from runs to tidy frames."""
+
+from __future__ import annotations
+
+import statistics
+from collections.abc import Callable, Iterator, Sequence
+from typing import Any
+
+import pandas as pd
+
+from .groups import Entry, Setting, settings
+from .read import Run, counts, number
+from .select import METRICS, Row, value
+from .tables import frame, head
+
+CURVES = ["setting", "method", "label", "variant", "metric", "round", "n", "mean", "low", "high", "status"]
+SPLIT = ["setting", "seed", "client", "class", "samples"]
+
+
+def curves(runs: Sequence[Run]) -> pd.DataFrame:
+    """Setting x method x metric x round -> mean, lowest and highest of the seeds (shares of 1; `loss` of the test).
+
+    Only rounds that all seeds in use have; a method whose runs all diverged is followed until then.
+    """
+    return _over_rounds(runs, lambda entry: [*METRICS, "loss"], value)
+
+
+def terms(runs: Sequence[Run]) -> pd.DataFrame:
+    """Setting x method x term of the training loss x round -> mean, lowest and highest of the seeds."""
+    return _over_rounds(runs, _terms, lambda row, name: number(row.get("terms", {}).get(name)))
+
+
+def _terms(entry: Entry) -> list[str]:
+    rows = [r for run in entry.drawn for r in run.rounds]
+    return list(dict.fromkeys(name for r in rows for name in r.get("terms", {})))
+
+
+def _over_rounds(
+    runs: Sequence[Run], names: Callable[[Entry], list[str]], read: Callable[[Row, str], float | None]
+) -> pd.DataFrame:
+    return frame(
+        (
+            {**_drop(head(s, e)), "variant": e.variant, "metric": name, **point}
+            for s in settings(runs)
+            for e in s.entries
+            for name in names(e)
+            for point in _points(e, name, read)
+        ),
+        CURVES,
+    )
+
+
+def _drop(found: dict[str, Any]) -> dict[str, Any]:
+    return {k: v for k, v in found.items() if k != "finished"}
+
+
+def _points(entry: Entry, name: str, read: Callable[[Row, str], float | None]) -> Iterator[dict[str, Any]]:
+    """The rounds in which all seeds have the number."""
+    found: dict[int, list[float]] = {}
+    for run in entry.drawn:
+        for row in entry.rows(run):
+            if row["round"] >= 0 and (v := read(row, name)) is not None:
+                found.setdefault(row["round"], []).append(v)
+    for t in sorted(found):
+        seeds = found[t]
+        if len(seeds) == len(entry.drawn):
+            yield {"round": t, "n": len(seeds), "mean": statistics.fmean(seeds), "low": min(seeds), "high": max(seeds)}
+
+
+def split_run(setting: Setting) -> Run | None:
+    """The run whose split is shown: the first, by seed, that has one."""
+    known = [run for run in setting.runs if counts(run.partition) is not None]
+    return min(known, key=lambda run: run.seed, default=None)
+
+
+def split(runs: Sequence[Run]) -> pd.DataFrame:
+    """Setting x client x class -> samples."""
+    return frame(
+        (
+            {"setting": s.number, "seed": run.seed, "client": i, "class": class_name(run, c), "samples": int(n)}
+            for s in settings(runs)
+            if (run := split_run(s)) is not None and (table := counts(run.partition)) is not None
+            for i, line in enumerate(table)
+            for c, n in enumerate(line)
+        ),
+        SPLIT,
+    )
+
+
+def class_name(run: Run, c: int) -> str:
+    """The name of a class, or its number where the record has none."""
+    names = run.data.get("classes", [])
+    return str(names[c]) if 0 <= c < len(names) else str(c)

@@ -1,0 +1,65 @@
+"""Which round is reported (protocol 5.5): named rules over the evaluated rounds of a run."""
+
+from __future__ import annotations
+
+import math
+from collections.abc import Callable, Mapping, Sequence
+from dataclasses import dataclass
+from typing import Any
+
+from .read import number
+
+Row = Mapping[str, Any]
+
+METRICS = ("gm", "pm_v", "pm_l", "pm_uniform")
+"""The accuracies that make a round an evaluated one."""
+
+
+def value(row: Row, metric: str) -> float | None:
+    """A metric of a row; `gm:network` is the reading `network` of the global model. None: not measured, not defined."""
+    name, _, reading = metric.partition(":")
+    return number(row.get("gm_scores", {}).get(reading) if reading else row.get(name))
+
+
+def evaluated(rows: Sequence[Row]) -> list[Row]:
+    """The rounds in which an accuracy was measured."""
+    return [r for r in rows if r["round"] >= 0 and any(value(r, m) is not None for m in METRICS)]
+
+
+@dataclass(frozen=True)
+class Rule:
+    """A way to get one number out of many rounds. `peeks`: whether it looks at test results to choose."""
+
+    name: str
+    label: str
+    choose: Callable[[Sequence[Row]], Sequence[Row]]
+    peeks: bool = False
+
+    def rows(self, rows: Sequence[Row]) -> Sequence[Row]:
+        """The rounds that are reported."""
+        return self.choose(evaluated(rows))
+
+    def __call__(self, rows: Sequence[Row], metric: str) -> float | None:
+        """The mean of a metric over the chosen rounds; None if one of them lacks it."""
+        found = [value(r, metric) for r in self.rows(rows)]
+        known = [v for v in found if v is not None]
+        return math.fsum(known) / len(known) if known and len(known) == len(found) else None
+
+    def round(self, rows: Sequence[Row]) -> int | None:
+        """The (last) round that is reported."""
+        return next((int(r["round"]) for r in reversed(self.rows(rows))), None)
+
+
+def _best(rows: Sequence[Row]) -> Sequence[Row]:
+    """The first round with the highest GM, or PM(V) where no round has a GM."""
+    metric = "gm" if any(value(r, "gm") is not None for r in rows) else "pm_v"
+    known = [(v, r) for r in rows if (v := value(r, metric)) is not None]
+    top = max((v for v, _ in known), default=None)
+    return [r for v, r in known if v == top][:1]
+
+
+last = Rule("last", "last round", lambda rows: rows[-1:])
+mean_last_5 = Rule("mean_last_5", "mean of last 5 evaluated rounds", lambda rows: rows[-5:])
+best = Rule("best", "best (picked on test)", _best, peeks=True)
+
+RULES = {rule.name: rule for rule in (last, mean_last_5, best)}

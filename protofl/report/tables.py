@@ -1,0 +1,247 @@
+"""Tables: functions from runs to tidy data, and the summary for the terminal."""
+
+from __future__ import annotations
+
+import statistics
+from collections.abc import Iterable, Sequence
+from typing import Any
+
+import pandas as pd
+from rich.table import Table
+from rich.text import Text
+
+from .groups import Entry, Setting, settings
+from .read import Run, number
+from .select import METRICS, RULES, Row, evaluated, last, value
+
+WEIGHTINGS = ("pm_v", "pm_l", "pm_uniform")
+SPREADS = tuple(f"{m}_{s}" for m in WEIGHTINGS for s in ("std", "worst10"))
+PARTS = ("train", "prototype", "aggregate", "evaluate")
+MISSING = "-"
+
+PER_RUN = ["setting", "method", "label", "digest", "seed", "status", "metric", "rule", "value", "round"]
+ACCURACY = ["setting", "method", "label", "metric", "rule", "n", "mean", "sd", "ddof", "low", "high", "seeds",
+            "rounds", "finished", "status"]  # fmt: skip
+COST = ["setting", "method", "label", "n", "rounds", "down_mb", "up_mb", "once_mb", "total_mb",
+        *[f"seconds_{p}" for p in PARTS], "seconds_total", "memory_mb", "finished", "status"]  # fmt: skip
+
+
+def frame(rows: Iterable[dict[str, Any]], columns: list[str]) -> pd.DataFrame:
+    """Rows as a frame with these columns, `None` kept as a missing value."""
+    return pd.DataFrame(list(rows), columns=columns)
+
+
+def readings(entry: Entry) -> list[str]:
+    """The readings of the global model that the method records, if it has more than one."""
+    rows = [r for run in entry.used for r in run.rounds]
+    names = list(dict.fromkeys(name for r in rows for name in r.get("gm_scores", {})))
+    return names if len(names) > 1 else []
+
+
+def metrics(entry: Entry) -> list[str]:
+    """What a method may have been measured by."""
+    return [*METRICS, *SPREADS, *(f"gm:{name}" for name in readings(entry))]
+
+
+def per_run(runs: Sequence[Run]) -> pd.DataFrame:
+    """Every run that enters a number: metric x selection rule -> value (a share of 1) and its (last) round."""
+    return frame(
+        (
+            {
+                "setting": s.number, "method": e.method, "label": e.label, "digest": run.digest, "seed": run.seed,
+                "status": run.status, "metric": metric, "rule": rule.name, "value": rule(e.rows(run), metric),
+                "round": rule.round(e.rows(run)),
+            }
+            for s in settings(runs) for e in s.entries for run in e.used for metric in metrics(e)
+            for rule in RULES.values()
+        ),
+        PER_RUN,
+    )  # fmt: skip
+
+
+def accuracy(runs: Sequence[Run]) -> pd.DataFrame:
+    """Setting x method x metric x selection rule -> mean and spread over the seeds, as shares of 1.
+
+    `n` counts the seeds that have the metric; `sd` is missing for fewer than two. A method without a usable run has
+    n = 0 and its fate in `status`.
+    """
+    return frame(
+        (
+            {**head(s, e), "metric": metric, "rule": rule, **_over_seeds(e, metric, rule, s.ddof)}
+            for s in settings(runs)
+            for e in s.entries
+            for metric in metrics(e)
+            for rule in RULES
+        ),
+        ACCURACY,
+    )
+
+
+def head(setting: Setting, entry: Entry) -> dict[str, Any]:
+    """What tells a row of a tidy table from the others, and whether its runs finished."""
+    return {"setting": setting.number, "method": entry.method, "label": entry.label,
+            "finished": entry.finished, "status": entry.state}  # fmt: skip
+
+
+def _over_seeds(entry: Entry, metric: str, rule: str, ddof: int) -> dict[str, Any]:
+    """Mean, standard deviation and range of a metric over the seeds that have it."""
+    pick = RULES[rule]
+    found = [(run, v) for run in entry.used if (v := pick(entry.rows(run), metric)) is not None]
+    values = [v for _, v in found]
+    spread = statistics.stdev if ddof else statistics.pstdev
+    return {
+        "n": len(found),
+        "mean": statistics.fmean(values) if values else None,
+        "sd": spread(values) if len(values) > 1 else None,
+        "ddof": ddof,
+        "low": min(values, default=None),
+        "high": max(values, default=None),
+        "seeds": " ".join(str(run.seed) for run, _ in found),
+        "rounds": " ".join(str(pick.round(entry.rows(run))) for run, _ in found),
+    }
+
+
+# ---- cost -----------------------------------------------------------------------------------------------------------
+
+
+def cost(runs: Sequence[Run]) -> pd.DataFrame:
+    """Setting x method -> communication (MB = 1e6 bytes), seconds and memory, means over the seeds.
+
+    `down_mb`, `up_mb`: per round and drawn client; `once_mb`: constants and the exchange before round 0, whole run;
+    `total_mb`: everything that crossed in the run; `seconds_*`: per round, `seconds_total`: the whole run.
+    """
+    return frame(
+        ({**head(s, e), "n": len(e.used), **_mean_cost(e)} for s in settings(runs) for e in s.entries), COST
+    )
+
+
+def _mean_cost(entry: Entry) -> dict[str, float | None]:
+    made = [_cost(entry.rows(run)) for run in entry.used]
+    names = made[0] if made else {}
+    return {n: _mean([v for m in made if (v := m[n]) is not None], len(made)) for n in names}
+
+
+def _mean(values: list[float], wanted: int) -> float | None:
+    """The mean, if none is missing."""
+    return statistics.fmean(values) if values and len(values) == wanted else None
+
+
+def _cost(rows: Sequence[Row]) -> dict[str, float | None]:
+    """What one run cost; None where a part was not recorded."""
+    played = [r for r in rows if r["round"] >= 0]
+    before = [r for r in rows if r["round"] < 0]
+    drawn = sum(len(r.get("clients") or []) for r in played)
+    down, up = total(played, "bytes_down"), total(played, "bytes_up")
+    extra = [total(rows, "bytes_once"), *(total(before, n) for n in ("bytes_down", "bytes_up") if before)]
+    once = _sum(extra)
+    seconds = {p: total([r.get("seconds", {}) for r in played], p) for p in PARTS}
+    everything = [total([r.get("seconds", {}) for r in rows], p) for p in PARTS]
+    memory = [m for r in rows if (m := number(r.get("memory_mb"))) is not None]
+    return {
+        "rounds": float(len(played)),
+        "down_mb": _per(down, drawn * 1e6),
+        "up_mb": _per(up, drawn * 1e6),
+        "once_mb": _per(once, 1e6),
+        "total_mb": _per(_sum([down, up, once]), 1e6),
+        **{f"seconds_{p}": _per(v, len(played)) for p, v in seconds.items()},
+        "seconds_total": _sum([v for v in everything if v is not None]),
+        "memory_mb": max(memory, default=None),
+    }
+
+
+def total(rows: Sequence[Row], name: str) -> float | None:
+    """The sum of a field over rows; None if no row has it."""
+    known = [v for r in rows if (v := number(r.get(name))) is not None]
+    return sum(known) if known else None
+
+
+def _sum(values: Sequence[float | None]) -> float | None:
+    known = [v for v in values if v is not None]
+    return sum(known) if known and len(known) == len(values) else None
+
+
+def _per(value: float | None, by: float) -> float | None:
+    return None if value is None or not by else value / by
+
+
+# ---- cells ----------------------------------------------------------------------------------------------------------
+
+
+class Cells:
+    """Look-up of formatted cells in the frame of `accuracy`, for one setting."""
+
+    def __init__(self, tidy: pd.DataFrame, setting: int) -> None:
+        mine = tidy[tidy["setting"] == setting].astype(object)
+        mine = mine.where(mine.notna(), None)
+        rows: list[dict[str, Any]] = mine.to_dict("records")  # type: ignore[assignment]
+        self._rows = {(r["label"], r["metric"], r["rule"]): r for r in rows}
+
+    def row(self, label: str, metric: str, rule: str) -> dict[str, Any]:
+        """The tidy row; an empty one with n = 0 if the method has no such metric."""
+        empty: dict[str, Any] = {"n": 0, "mean": None, "sd": None, "rounds": "", "finished": False}
+        return self._rows.get((label, metric, rule), empty)
+
+    def percent(self, label: str, metric: str, rule: str) -> str:
+        """`63.17 ± 0.42`, without the ± for fewer than two seeds, `-` where there is no number."""
+        row = self.row(label, metric, rule)
+        return MISSING if row["mean"] is None else with_spread(row["mean"], row["sd"])
+
+    def highest(self, labels: Sequence[str], metric: str, rule: str) -> set[str]:
+        """Which finished methods have the highest mean as printed; none if fewer than two can be compared."""
+        rows = {label: self.row(label, metric, rule) for label in labels}
+        shown = {k: f"{100 * r['mean']:.2f}" for k, r in rows.items() if r["mean"] is not None and r["finished"]}
+        top = max(map(float, shown.values()), default=0.0)
+        return {k for k, v in shown.items() if float(v) == top} if len(shown) > 1 else set()
+
+
+def with_spread(mean: float, sd: float | None) -> str:
+    """A share of 1 in percent, two decimals."""
+    return f"{100 * mean:.2f}" + (f" ± {100 * sd:.2f}" if sd is not None else "")
+
+
+def over(counts: Iterable[int], ddof: int) -> str:
+    """What a ± is over, in words."""
+    several = sorted({n for n in counts if n > 1})
+    by = "n-1" if ddof else "n"
+    if not several:
+        return "no ±: one seed"
+    return f"±: sd over {several[0] if len(several) == 1 else 'the n'} seeds, {by}"
+
+
+def terminal(runs: Sequence[Run]) -> Table:
+    """The headline numbers for the terminal: one row per setting and method."""
+    made, tidy = settings(runs), accuracy(runs)
+    has_pm = bool(tidy.loc[tidy["metric"].isin(WEIGHTINGS), "mean"].notna().any())
+    table = Table(title="Accuracy, %", caption_justify="left")
+    heads = ["method", *(f"GM {r.label}" for r in RULES.values()), *(["PM(V) last round"] if has_pm else []), "n"]
+    for name in [*heads, "status"]:
+        table.add_column(Text(name), justify="left" if name in ("method", "status") else "right")
+    for s in made:
+        if s.differs:
+            table.add_section()
+            table.add_row(Text(", ".join(f"{k}={v}" for k, v in s.differs.items()), style="italic"))
+        for cells in _terminal_rows(s, Cells(tidy, s.number), has_pm):
+            table.add_row(*cells)
+    table.caption = Text(_caption(made, tidy))
+    return table
+
+
+def _terminal_rows(setting: Setting, cells: Cells, has_pm: bool) -> Iterable[list[Text]]:
+    labels = [e.label for e in setting.entries]
+    top = cells.highest(labels, "gm", setting.headline.name)
+    for e in setting.entries:
+        row = [Text(e.label)]
+        for name in RULES:
+            bold = e.label in top and name == setting.headline.name
+            row.append(Text(cells.percent(e.label, "gm", name), style="bold" if bold else ""))
+        if has_pm:
+            row.append(Text(cells.percent(e.label, "pm_v", last.name)))
+        yield [*row, Text(str(len(e.used))), Text(e.state, style="" if e.state == "finished" else "yellow")]
+
+
+def _caption(made: Sequence[Setting], tidy: pd.DataFrame) -> str:
+    counted = [int(n) for n in tidy.loc[tidy["metric"] == "gm", "n"]]
+    parts = [over(counted, made[0].ddof if made else 1), "bold: highest mean of the headline"]
+    if any(r.get("gm") is None for s in made for e in s.entries for run in e.used for r in evaluated(run.rounds)):
+        parts.append(f"{MISSING}: not measured or not defined")
+    return "; ".join(parts)

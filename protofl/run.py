@@ -1,0 +1,402 @@
+"""One cell of a table: a method under a protocol, from its data to its records. Resumes where it was stopped."""
+
+from __future__ import annotations
+
+import dataclasses
+import functools
+import math
+import time
+from collections.abc import Callable, Mapping
+from dataclasses import dataclass
+from pathlib import Path
+from typing import Any
+
+import numpy as np
+import torch
+from threadpoolctl import threadpool_limits
+
+from . import data as datasets, nets, protocol as protocols, records, registry
+from .data.augment import Pipeline
+from .data.partition import Partition, load as load_split, partition as make_split
+from .errors import UserError
+from .evaluate import Scored, TestSet, global_row, personal_row, score
+from .federation import DTYPES, DictMemory, Federation, Memory, Round, RunTask, initial_weights
+from .method import Method
+from .nets import Net
+from .protocol import NUMBERS, Protocol
+from .cells import Cell
+from .tree import Tree, tensors
+
+UNDIGESTED = ("partition_file", "report", "std_over", "std_ddof")
+"""Fields that are recorded but move no number: a split is known by its content."""
+
+Event = Callable[[Mapping[str, Any]], None]
+
+
+@dataclass(frozen=True)
+class Prepared:
+    """A cell with everything that it hangs on."""
+
+    cell: Cell
+    method: Method
+    data: datasets.Data
+    split: Partition
+    net: Net
+    document: dict[str, Any]
+
+    @property
+    def digest(self) -> str:
+        """The name of the run's folder."""
+        return str(self.document["digest"])
+
+    @property
+    def folder(self) -> Path:
+        """<group>/<digest> below the results."""
+        p = self.cell.protocol
+        split = f"{p.partition}-{p.beta:g}" if p.partition.startswith("dir") else p.partition
+        return Path(f"{_portable(self.data.name)}-{split}") / self.digest
+
+
+def _portable(name: str) -> str:
+    return "".join(c if c.isalnum() or c in "-_." else "_" for c in name)
+
+
+@functools.lru_cache(maxsize=4)
+def load_data(name: str, data_dir: str | None, order: str) -> datasets.Data:
+    """A data set, once per process."""
+    return datasets.load(name, Path(data_dir) if data_dir else None, order)
+
+
+@functools.lru_cache(maxsize=64)
+def _split(data_key: tuple[str, str | None, str], fields: tuple[tuple[str, Any], ...], file: str) -> Partition:
+    data = load_data(*data_key)
+    if file:
+        return load_split(Path(file), data.y_train, len(data.classes))
+    return make_split(data.y_train, classes=len(data.classes), **dict(fields))
+
+
+def split(protocol: Protocol, data_dir: str | None) -> Partition:
+    """The partition: a function of data, scheme, beta, clients and partition seed, and of nothing else."""
+    p = protocol
+    key = (p.dataset, data_dir, p.data_order)
+    if p.partition == "file":
+        made = _split(key, (), p.partition_file)
+        if len(made.indices) != p.clients:
+            raise UserError(f"{p.partition_file} splits among {len(made.indices)} clients: set --clients {len(made.indices)}")
+        return made
+    fields = dict(
+        scheme=p.partition, clients=p.clients, beta=p.beta, seed=p.split_seed(), min_size=p.partition_min_size,
+        min_classes=p.partition_min_classes, cap=p.partition_cap, max_tries=p.max_tries, on_min_fail=p.on_min_fail,
+        alpha_convention=p.alpha_convention,
+    )  # fmt: skip
+    return _split(key, tuple(fields.items()), "")
+
+
+def network(protocol: Protocol, data: datasets.Data) -> Net:
+    """The network of an experiment, for these images and classes."""
+    p = protocol
+    return nets.build(
+        p.model, classes=len(data.classes), shape=tuple(data.x_train.shape[1:]), projection_dim=p.projection_dim,
+        use_projection_head=p.use_projection_head, classifier_input=p.classifier_input, z_normalize=p.z_normalize,
+        aux_classifier=p.aux_classifier, stem=p.stem, resnet_norm=p.resnet_norm,
+    )  # fmt: skip
+
+
+def pipeline(protocol: Protocol, data: datasets.Data) -> Pipeline:
+    """The transform of an experiment."""
+    shape = tuple(data.x_train.shape[1:])
+    return Pipeline(protocol.augment, protocol.mean, protocol.std, data.scale, shape, DTYPES[protocol.precision])
+
+
+def prepare(cell: Cell) -> Prepared:
+    """Check a cell and find all that it hangs on; raises `UserError` before any work starts."""
+    from .engine import choose
+
+    p = cell.protocol
+    data = load_data(p.dataset, cell.data_dir, p.data_order)
+    net = network(p, data)
+    pipeline(p, data)
+    if p.device != "cpu" and not torch.cuda.is_available():
+        raise UserError(f"device {p.device!r}: this machine has no usable GPU; use --device cpu")
+    method = cell.method.build(p)
+    registry.check(method, p, net)
+    made = split(p, cell.data_dir)
+    engine = choose(p.engine, net.name, p.device)
+    source = registry.source_hash(cell.method.name)
+    name = registry.label(cell.method.name)
+    identity = {
+        "numbers": NUMBERS,
+        "method": {"name": name, **registry.describe(method), "source": source},
+        "protocol": {**p.document(), "engine": engine, "dataset": data.name},
+        "data": data.fingerprint,
+        "partition": made.index_hash(),
+    }
+    document = {
+        "digest": protocols.digest(identity),
+        "name": type(method).__name__,
+        "method": {**identity["method"], "path": cell.method.name},
+        "protocol": {**identity["protocol"], **{n: getattr(p, n) for n in UNDIGESTED}},
+        "preset": cell.method.preset,
+        "numbers": NUMBERS,
+        "data": {
+            "asked": p.dataset, "fingerprint": data.fingerprint, "classes": list(data.classes), "train": len(data.y_train),
+            "test": len(data.y_test), "source": data.source, "note": data.note,
+        },
+        "partition": {
+            "counts": made.counts.tolist(), "index_hash": made.index_hash(), "count_hash": made.count_hash(),
+            "attempts": made.attempts, "note": made.note, "skew": dataclasses.asdict(made.skew),
+        },
+        "network": {"name": net.name, "engine": engine, "parameters": net.count()},
+    }  # fmt: skip
+    return Prepared(cell, method, data, made, net, document)
+
+
+def single_threaded() -> None:
+    """One intra-op thread: sums hang on the number of threads; cores are filled with processes."""
+    torch.set_num_threads(1)
+    threadpool_limits(1)
+    torch.backends.cuda.matmul.allow_tf32 = False
+    torch.backends.cudnn.allow_tf32 = False
+    torch.use_deterministic_algorithms(True, warn_only=True)
+
+
+def task(ready: Prepared, initial: Tree | None = None) -> tuple[RunTask, TestSet]:
+    """Resident data, split and initial weights of a prepared cell."""
+    p, data = ready.cell.protocol, ready.data
+    parts = [torch.from_numpy(np.array(i, dtype=np.int64)) for i in ready.split.indices]
+    transform = pipeline(p, data)
+    made = RunTask(ready.net, _resident(data.x_train), torch.from_numpy(np.asarray(data.y_train)), parts, p,
+                   pipeline=transform, initial=initial)  # fmt: skip
+    test = TestSet(_resident(data.x_test).to(p.device), torch.from_numpy(np.asarray(data.y_test)).to(p.device),
+                   transform, len(data.classes))  # fmt: skip
+    return made, test
+
+
+def _resident(x: np.ndarray) -> torch.Tensor:
+    """A tensor over the (memory-mapped) array, without a copy; nothing writes to it."""
+    import warnings
+
+    with warnings.catch_warnings():
+        warnings.simplefilter("ignore", UserWarning)  # "not writable": it need not be
+        return torch.from_numpy(x)
+
+
+class Diverged(RuntimeError):
+    """Weights or losses that are not finite, seen in the round in which they happen."""
+
+
+class Run:
+    """A prepared cell at work in its folder."""
+
+    def __init__(self, ready: Prepared, results: Path) -> None:
+        self.ready, self.folder = ready, records.RunFolder(results / ready.folder)
+        self.protocol, self.method = ready.cell.protocol, ready.method
+
+    def start(self) -> int:
+        """Make the federation, from the newest whole state if there is one -> the next round."""
+        initial = initial_weights(self.ready.net, self.protocol)
+        weights = nets.weights_hash(self.ready.net, initial)
+        made, self.test = task(self.ready, initial)
+        self.memory = self.folder.memory()
+        self.federation = Federation(self.method, made, self.memory)
+        document = self.ready.document
+        document["network"]["w0"] = weights
+        trained = tensors(self.federation.shared.get("net", Tree()))
+        document["network"]["trained"] = sum(v.numel() for v in trained if v.is_floating_point())
+        self.folder.open(document)
+        return self._resume(next(iter(self.folder.states()), None))
+
+    def _resume(self, state: records.State | None) -> int:
+        if state is None:
+            self.folder.keep_rows_before(-1)
+            return -1
+        self.restore(state)
+        self.folder.keep_rows_before(state.round)
+        return state.round
+
+    def restore(self, state: records.State) -> None:
+        """Put the federation where a state left it."""
+        fed = self.federation
+        place = fed.task.device
+        fed.shared, fed.private = _on(state.shared, place), _on(state.private, place)
+        fed.met = set(state.met)
+        self.memory = fed.memory = self.folder.memory(state.clients, state.round)
+
+    def play(self, tell: Event) -> dict[str, Any]:
+        """Play the remaining rounds -> the summary."""
+        t, fed, p = self.start(), self.federation, self.protocol
+        records.reset_peak_memory()
+        tell({"kind": "start", "round": max(t, 0), "rounds": p.rounds})
+        try:
+            if t < 0:
+                first = fed.introduce()
+                if first is not None:
+                    self.folder.append({"round": -1, **self._cost(first)})
+                self._save(0)
+                t = 0
+            for now in range(t, p.rounds):
+                row = self.step(now)
+                self.folder.append(row)
+                self._save(now + 1)
+                self.folder.summarise(status="running", rounds=now + 1, of=p.rounds)
+                tell({"kind": "round", "round": now + 1, "rounds": p.rounds, "gm": row.get("gm"), "pm_v": row.get("pm_v")})
+        except Diverged as e:
+            summary = {"status": "diverged", "rounds": e.args[1], "of": p.rounds, "error": e.args[0]}
+        except Exception as e:
+            done = len([r for r in self.folder.rows() if r["round"] >= 0])
+            self.folder.summarise(status="failed", rounds=done, of=p.rounds, error=str(e))
+            raise
+        else:
+            summary = {"status": "finished", "rounds": p.rounds, "of": p.rounds, "confusion": self.confusion()}
+        self.folder.summarise(**summary)
+        self.folder.finish()
+        return summary
+
+    def close(self) -> None:
+        """Give the folder back."""
+        self.folder.close()
+
+    def step(self, t: int) -> dict[str, Any]:
+        """Round t -> its row."""
+        fed, p = self.federation, self.protocol
+        self.memory.round = t
+        played = fed.play(t)
+        self._check_finite(t, played)
+        row: dict[str, Any] = {"round": t, "lr": p.learning_rate(t), **self._cost(played), "terms": _finite(played.terms)}
+        began = time.perf_counter()
+        if (t + 1) % p.eval_every == 0 or t + 1 == p.rounds:
+            row |= self.evaluate(played)
+        row["seconds"] = {**row["seconds"], "evaluate": time.perf_counter() - began}
+        row["memory_mb"] = records.peak_memory_mb()
+        if t in prototype_rounds(p):
+            self._save_prototypes(t, played)
+        return row
+
+    def evaluate(self, played: Round) -> dict[str, Any]:
+        """The metrics after a round."""
+        fed, p = self.federation, self.protocol
+        model = fed.global_model()
+        self.scored = None if model is None else score(model, self.ready.net, self.test)
+        row = global_row(self.scored)
+        if set(p.metrics) & {"pm_v", "pm_l"}:
+            last = played.t + 1 == p.rounds
+            if p.pm_protocol == "as_trained":
+                row |= self._personal(fed.personal(played))
+            elif last:
+                row |= self._personal(fed.refreshed())
+        return row
+
+    def _personal(self, models: Mapping[int, Any]) -> dict[str, Any]:
+        scored: dict[int, Scored] = {i: score(m, self.ready.net, self.test) for i, m in models.items()}
+        return personal_row(scored, self.ready.split.counts, self.test.per_class())
+
+    def confusion(self) -> list[list[int]] | None:
+        """Of the last evaluated global model: [true class][predicted class]."""
+        best = self.scored.headline if getattr(self, "scored", None) is not None else None
+        return None if best is None else best.tolist()
+
+    def _cost(self, played: Round) -> dict[str, Any]:
+        billed = {f"bytes_{k}": v for k, v in played.bytes.items()}
+        return {"clients": played.ids, "drawn": played.drawn, **billed, "seconds": played.seconds}
+
+    def _check_finite(self, t: int, played: Round) -> None:
+        bad = [j.client.id for j in played.jobs if not all(math.isfinite(float(v)) for v in j.terms.values())]
+        if bad or not all(bool(torch.isfinite(v).all()) for v in tensors(self.federation.shared) if v.is_floating_point()):
+            who = f" (client {bad[0]})" if bad else ""
+            self.folder.append({"round": t, "diverged": True, **self._cost(played), "terms": _finite(played.terms)})
+            raise Diverged(f"loss or weights are not finite in round {t}{who}", t)
+
+    def _save(self, done: int) -> None:
+        fed = self.federation
+        files = dict(self.memory.files)
+        self.folder.save_state(records.State(done, fed.shared, fed.private, sorted(fed.met), files))
+
+    def _save_prototypes(self, t: int, played: Round) -> None:
+        fed, arrays = self.federation, {}
+        table = self.method.prototypes(fed.shared, fed.private)
+        if table is not None:
+            arrays |= {"values": table.values.cpu().numpy(), "has": table.has.cpu().numpy()}
+        mine = [(i, self.method.client_prototypes(u)) for i, u in zip(played.ids, played.uploads)]
+        mine = [(i, rows) for i, rows in mine if rows is not None]
+        if mine:
+            arrays["client_values"] = torch.cat([r[0] for _, r in mine]).cpu().numpy()
+            arrays["client_labels"] = torch.cat([r[1] for _, r in mine]).cpu().numpy()
+            arrays["client_ids"] = np.concatenate([np.full(len(r[1]), i) for i, r in mine])
+        if arrays:
+            self.folder.save_prototypes(t, arrays)
+
+
+def _on(tree: Tree, device: torch.device) -> Tree:
+    from torch.utils import _pytree as pytree
+
+    return pytree.tree_map(lambda v: v.to(device), tree)  # type: ignore[no-any-return]
+
+
+def _finite(terms: Mapping[str, float]) -> dict[str, float | None]:
+    return {k: v if math.isfinite(v) else None for k, v in terms.items()}
+
+
+def prototype_rounds(protocol: Protocol) -> set[int]:
+    """Evenly spread rounds, first and last included."""
+    n, last = min(protocol.prototype_rounds, protocol.rounds), protocol.rounds - 1
+    return {last} if n == 1 else {round(i * last / (n - 1)) for i in range(n)}
+
+
+def play(ready: Prepared, results: Path, tell: Event) -> dict[str, Any]:
+    """Run or resume one cell -> its summary."""
+    run = Run(ready, results)
+    try:
+        return run.play(tell)
+    finally:
+        run.close()
+
+
+class Overlay(DictMemory):
+    """Memories in RAM above stored ones, which stay as they are."""
+
+    def __init__(self, below: Memory) -> None:
+        super().__init__()
+        self.below = below
+
+    def get(self, client: int, default: Tree | None = None) -> Tree | None:
+        return super().get(client) or self.below.get(client)
+
+
+def stored_cell(document: Mapping[str, Any], data_dir: str | None) -> Cell:
+    """The cell that a run's protocol.json tells of."""
+    method = document["method"]
+    fields = {**document["protocol"], "dataset": document["data"]["asked"]}
+    spec = registry.Spec(method["path"], tuple(method["options"].items()), document["preset"], method["class"])
+    return Cell(spec, Protocol(**protocols.coerce(fields)), data_dir)
+
+
+def replay(path: Path, data_dir: str | None) -> dict[str, Any]:
+    """Re-evaluate a stored run -> {"round", "stored": figures of its last round, "again": the same, measured anew}.
+
+    The global model is the stored one. Personal models are not stored: the state before the last round is played once
+    more, which gives them back to the last digit on the machine type that made them. Nothing in the folder changes.
+    """
+    document = records.read_json(path / "protocol.json")
+    if document is None:
+        raise UserError(f"{path} is not the folder of a run: it has no readable protocol.json")
+    ready = prepare(stored_cell(document, data_dir))
+    if ready.digest != document["digest"]:
+        raise UserError(
+            f"{path} cannot be evaluated again: its digest is {document['digest']}, the same settings now give "
+            f"{ready.digest} (other data, another method source or another version of protofl)"
+        )
+    run = Run(ready, path.parent)
+    run.folder = records.RunFolder(path)
+    rows = [r for r in run.folder.rows() if "gm" in r]
+    states = {s.round: s for s in run.folder.states()}
+    t = rows[-1]["round"] if rows else -1
+    if t not in states or t + 1 not in states:
+        raise UserError(f"{path} has no whole state of its last evaluated round: run its command again to resume it")
+    made, run.test = task(ready)
+    run.federation = Federation(ready.method, made)
+    run.restore(states[t])
+    run.federation.memory = Overlay(run.memory)
+    played = run.federation.play(t)
+    run.federation.shared, run.federation.private = states[t + 1].shared, states[t + 1].private
+    again = run.evaluate(played)
+    return {"round": t, "stored": {k: rows[-1].get(k) for k in again}, "again": again}
