@@ -45,7 +45,9 @@ def lloyd(rows: Rows, starts: Rows) -> KMeans:
         return KMeans(len(starts), init=starts, n_init=1, max_iter=50, tol=1e-4, random_state=0).fit(rows)
 
 
-def subset_means(cluster: Rows, stream: RandomState, *, ratio: float, repeats: int, replacement: bool) -> Rows:
+def subset_means(
+    cluster: Rows, stream: RandomState, *, ratio: float, repeats: int, replacement: bool
+) -> Rows:
     """[repeats, d] means of random subsets of the rows [g, d] of a cluster, max(1, floor(ratio g)) rows each.
 
     Where every repeat must be the same row, there is one.

@@ -1,32 +1,33 @@
-"""FedNH: a cosine head whose class prototypes start evenly spread, are never trained, and move slowly to class means.
+"""FedNH: a cosine head whose class prototypes start evenly spread and move slowly to the clients' class means.
 
-Dai, Chen, Li, Heinecke, Sun, Xu: Tackling Data Heterogeneity in Federated Learning with Class Prototypes, AAAI 2023
-(arXiv 2212.02758).
+Dai, Chen, Li, Heinecke, Sun and Xu, "Tackling data heterogeneity in federated learning with class prototypes",
+AAAI 2023 (arXiv 2212.02758).
 
-Equations and hooks:
-* W^0, K unit vectors of R^d with the largest smallest distance: `start`, by `spread.maxmin`.
-* logits s <h/|h|, W_c>, cross-entropy over the body and s, W fixed: `logits`, `loss`, the groups of `local`.
-* eq. (3), a client's class means of unit embeddings: `class_sums`, `directions`.
-* eq. (4), W_c <- unit(rho W_c + (1 - rho) m_c) with m_c the direction of the clients' weighted mean: `move`.
-* personal model: the body as trained with the W it was trained with: `personal_model`.
-With rho = 1 (FedUH, the fixed uniform head) W is a constant that is sent once, and no class means are taken.
+    paper                                                           here
+    W^0: K unit vectors, their smallest distance the largest        `start`, with spread.py
+    logits s <h/|h|, W_c>; cross-entropy over body and s, W fixed   `logits`, `loss`; the groups of `local`
+    a client's class means of unit embeddings               (3)     `class_sums`, `directions`
+    W_c <- unit(rho W_c + (1 - rho) m_c), m_c the clients'  (4)     `move`
+        weighted mean direction
+    personal model: the body as trained, and the W it had           `personal_model`
 
-Departures from the authors' code (Yutong-Dai/FedNH @60c3161):
-* it starts from K orthonormal rows, which is not the problem that the paper states: `proto_init`.
-* it drops the normalisation inside the residual blocks for FedNH alone on Tiny-ImageNet: field `resnet_norm`.
-* its seeds are shifted copies of each other, and all clients shuffle alike: fields `client_sampling`, `client_seed`.
-`preset=official_code` restores all three. Everything else that the text leaves open follows the code.
+rho = 1 is FedUH, the fixed uniform head: W is sent once and nobody measures class means.
 
-Reference: the tables of the paper are not at hand. Checked against numbers computed by hand and by plain NumPy
-(tests/methods/test_fednh.py): from W = I, rho = 0.9, two clients that own class 0 with 3 and 1 samples move W_0 to
-(0.997269, 0.073856, 0).
+Against the authors' code (Yutong-Dai/FedNH @60c3161): it starts from K orthonormal rows, which is not the problem
+that the paper states (`proto_init`); it drops the normalisation inside blocks for FedNH alone on Tiny-ImageNet
+(field `resnet_norm`); its seeds are shifted copies of each other and all its clients shuffle alike (fields
+`client_sampling`, `client_seed`). Preset official_code restores all of these. What the text leaves open follows
+the code. Its norm-10 clip and plain average are fields (`grad_clip_norm`, `model_weighting`).
+
+Checked against: plain NumPy on three vectors; from W = I and rho = 0.9 two clients that own class 0 with 3 and 1
+samples move W_0 to (0.997269, 0.073856, 0). No table of the paper was at hand.
 """
 
 from __future__ import annotations
 
-from collections.abc import Callable
+from collections.abc import Callable, Mapping
 from dataclasses import dataclass
-from typing import Any, ClassVar
+from typing import TYPE_CHECKING, Any, ClassVar
 
 import torch
 import torch.nn.functional as F
@@ -53,12 +54,14 @@ from protofl.method import (
     need,
     number,
 )
-from protofl.nets import Net
-from protofl.protocol import Protocol
 
 from . import spread
 from .once import once
 from .prototypes import alive, class_sums, present, unit
+
+if TYPE_CHECKING:
+    from protofl.nets import Net
+    from protofl.protocol import Protocol
 
 LEAST = 1e-12
 """A shorter embedding or mean has no direction."""
@@ -86,70 +89,61 @@ WEIGHTS: dict[str, Weight] = {
 class FedNH(Method):
     """shared: net (body and scale `scale` [1]), proto W [K, d]; upload: net, m Rows n_c mu_c [K, d], n [K] counts."""
 
+    # fmt: off
     preset: str = choice(
-        "paper", "official_code", why="explicit text before code; bugs of the code are never a default", source="project"
-    )
+        "paper", "official_code", why="the text before the code, no fault of the code", source="project")
     rho: float = number(
-        0.9, 0.1, 0.3, 0.5, 0.7, 1.0, low=0, high=1,
-        why="smoothing of W; the others are the paper's sweep, 1 is FedUH", source="FedNH A.2, 4.3",
-    )  # fmt: skip
+        0.9, 0.1, 0.3, 0.5, 0.7, 1.0, low=0, high=1, why="smoothing of W: the paper's sweep; 1 is FedUH",
+        source="FedNH A.2, 4.3")
     proto_init: str = choice(
-        "maxmin", "orthogonal", "random_unit",
-        why="the paper asks for the largest smallest distance; the code takes K orthonormal rows (refused if K > d)",
-        source="FedNH 3; code FedUH.py:60",
-    )  # fmt: skip
+        "maxmin", "orthogonal", "random_unit", why="the stated problem; code: K orthonormal rows (K <= d)",
+        source="FedNH 3; code FedUH.py:60")
     proto_client_weight: str = choice(
-        "count", "uniform_present", "uniform_all", "confidence",
-        why="of a client in m_c: by its samples of the class (code); equal among owners; owners' sum over all drawn; "
-        "exp <W_c, mu> with probability-weighted means (an unused variant of the code)",
-        source="FedNH eq. (4); code FedNH.py:123-144",
-    )  # fmt: skip
+        "count", "uniform_present", "uniform_all", "confidence", why="by samples of the class; equally among its "
+        "owners; their sum over all drawn; exp <W_c, mu>, with means weighted by probability, unused in the code",
+        source="FedNH eq. 4; code FedNH.py:123-144")
     client_proto_norm: str = choice(
-        "unit_mean_unit", "unit_mean", "raw_mean_unit",
-        why="what a client averages: unit embeddings, the mean made unit again (code); not again; raw embeddings",
-        source="FedNH eq. (3); code",
-    )  # fmt: skip
+        "unit_mean_unit", "unit_mean", "raw_mean_unit", why="mean of unit embeddings, made unit; not made unit; "
+        "mean of raw ones", source="FedNH eq. 3; code")
     proto_pre_normalize: bool = flag(
-        True, why="the clients' mean is made unit before the moving average; else a short mean raises rho", source="code"
-    )
+        True, why="the mean is made unit before it is mixed in; a short one would raise rho", source="FedNH code")
     proto_post_normalize: bool = flag(
-        True, why="W is made unit after the moving average; else logits use shorter rows", source="code"
-    )
+        True, why="W is made unit after the mixing", source="FedNH code")
     scale_init: Any = number(
-        "by_net", 1, 20, 30, words=("by_net",), low=1,
-        why="by_net: 20 for ResNets, 1 for other nets; 30 is a fixed scale of the code that is switched off",
-        source="FedNH code CNN.py:51, 108",
-    )  # fmt: skip
-    scale_trainable: bool = flag(True, why="the paper says trainable", source="FedNH 3")
-    scale_weight_decay: bool = flag(True, why="one parameter group", source="FedNH code")
+        "by_net", 1, 20, 30, words=("by_net",), low=1, why="by_net: 20 for ResNets, else 1; 30 is off in the code",
+        source="FedNH code CNN.py:51, 108")
+    scale_trainable: bool = flag(
+        True, why="stated", source="FedNH 3")
+    scale_weight_decay: bool = flag(
+        True, why="one parameter group", source="FedNH code")
     proto_transform: str = choice(
-        "train", "test", why="class means of augmented samples: the code reads its training loader", source="FedNH code"
-    )
+        "train", "test", why="class means of augmented samples", source="FedNH code")
     proto_timing: str = choice(
-        "final_pass", "last_epoch",
-        why="class means of the final weights (code), or gathered on the way through the last epoch, without a pass",
-        source="FedNH code",
-    )  # fmt: skip
-    pm_proto: str = choice("train_time", "updated", why="personal models keep the W they trained with", source="code")
-    mask_absent_logits: bool = flag(False, why="the code keeps the logits of classes that a client lacks", source="code")
+        "final_pass", "last_epoch", why="class means by the final weights, or on the way through the last epoch",
+        source="FedNH code")
+    pm_proto: str = choice(
+        "train_time", "updated", why="W of the personal model: as in training", source="FedNH code")
+    mask_absent_logits: bool = flag(
+        False, why="training keeps the logits of classes that a client lacks", source="FedNH code")
     embed_relu: bool = flag(
-        True, why="false: no ReLU before the embedding, so that it may reach all of the sphere; cnn_fednh only",
-        source="FedNH code",
-    )  # fmt: skip
+        True, why="false: no ReLU before h, which may then reach all of the sphere; cnn_fednh only",
+        source="FedNH code")
     embed_layer: str = choice(
-        "head_input", "encoder",
-        why="nets with a projection: z as for all methods of a table, or r, the projection then left out",
-        source="project; FedNH's nets have no projection",
-    )  # fmt: skip
+        "head_input", "encoder", why="with a projection: z, the body of the table's other methods; or r, without it",
+        source="project")
+    # fmt: on
 
-    presets: ClassVar = {"official_code": {"proto_init": "orthogonal"}}
-    needs: ClassVar = {
+    presets: ClassVar[Mapping[str, Mapping[str, Any]]] = {
+        "paper": {},
+        "official_code": {"proto_init": "orthogonal"},
+    }
+    needs: ClassVar[Mapping[str, Mapping[str, Any]]] = {
         "official_code": {
             "init": "torch", "init_seed": 2022, "partition_seed": "run", "client_sampling": "fednh_compat",
             "client_seed": "shared",
         }
     }  # fmt: skip
-    open_fields: ClassVar = (
+    open_fields: ClassVar[tuple[str, ...]] = (
         "model_weighting", "grad_clip_norm", "resnet_norm", "pm_clients", "report", "partition_min_classes",
         "client_seed",
     )  # fmt: skip
@@ -178,7 +172,7 @@ class FedNH(Method):
         if self.preset == "official_code" and protocol.dataset == "tiny-imagenet":
             need("fednh preset=official_code on tiny-imagenet", protocol, resnet_norm="none_fednh")
 
-    # ---- the network: a body and cosine logits ---------------------------------------------------------------------
+    # ---- the network: a body and cosine logits -------------------------------------------------------------
 
     def on_encoder(self, net: Net) -> bool:
         """Whether the embedding is r although the net has a projection."""
@@ -215,7 +209,7 @@ class FedNH(Method):
         """The cosine logits of a model Tree(net, proto)."""
         return self.logits(tree.net, self.embed(once(net), tree.net, x)[1], tree.proto)
 
-    # ---- client ----------------------------------------------------------------------------------------------------
+    # ---- client --------------------------------------------------------------------------------------------
 
     def loss(self, net: Net, w: Tree, batch: Batch, view: View) -> tuple[Tensor, Tree]:
         r, h = self.embed(once(net), w, batch.x)
@@ -240,7 +234,9 @@ class FedNH(Method):
         again = self.client_proto_norm != "unit_mean" or self.proto_client_weight == "confidence"
         has = (sums.n > 0) & alive(mean, LEAST)
         n = sums.n * has
-        return Tree(m=Rows(n[:, None] * (unit(mean, LEAST) if again else mean), has), n=n.round().to(torch.int64))
+        return Tree(
+            m=Rows(n[:, None] * (unit(mean, LEAST) if again else mean), has), n=n.round().to(torch.int64)
+        )
 
     def local(self, client: Client, shared: Tree, own: Tree) -> Program:
         self.refuse_long(shared.proto)
@@ -265,9 +261,11 @@ class FedNH(Method):
         if self.proto_post_normalize and bool(((proto.norm(dim=1) - 1).abs() > 1e-5).any()):
             raise RuntimeError("fednh: the received prototypes are not of length 1")
 
-    # ---- server ----------------------------------------------------------------------------------------------------
+    # ---- server --------------------------------------------------------------------------------------------
 
-    def aggregate(self, server: Server, shared: Tree, private: Tree, uploads: list[Tree]) -> tuple[Tree, Tree]:
+    def aggregate(
+        self, server: Server, shared: Tree, private: Tree, uploads: list[Tree]
+    ) -> tuple[Tree, Tree]:
         net = server.merge(shared.net, [u.net for u in uploads])
         if bool(net["scale"] <= 0):
             raise RuntimeError(
@@ -293,7 +291,7 @@ class FedNH(Method):
         moves = seen & alive(new, LEAST)  # W_c and its target may cancel: then W_c stays too
         return torch.where(moves[:, None], unit(new, LEAST) if self.proto_post_normalize else new, proto)
 
-    # ---- what is evaluated -----------------------------------------------------------------------------------------
+    # ---- what is evaluated ---------------------------------------------------------------------------------
 
     def global_model(self, shared: Tree, private: Tree) -> Model:
         return Model(shared, self.scores)

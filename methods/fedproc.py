@@ -112,8 +112,8 @@ class FedProc(FedAvg):
 
     preset: str = choice("paper", "official_code", why="the printed algorithm", source="FedProc alg. 1")
     loss_prototype_source: str = choice(
-        "global", "local", "global_pos_local_neg", why="text and code agree;"
-        " alg. 1 line 18 has a client's index", source="FedProc 3.2",
+        "global", "local", "global_pos_local_neg",
+        why="text and code agree; alg. 1 line 18 has a client's index", source="FedProc 3.2",
     )  # fmt: skip
     proto_weighting: str = choice(
         "uniform", "count", why="printed; the code counts samples", source="FedProc alg. 1"
@@ -123,13 +123,13 @@ class FedProc(FedAvg):
         source="FedProc code",
     )  # fmt: skip
     absent_class: str = choice(
-        "keep_mask", "keep_zero", "drop", why="a class that nobody in S_t holds; the code's zero row "
-        "(keep_zero) attracts nothing and is an artefact", source="FedProc, open choice",
+        "keep_mask", "keep_zero", "drop",
+        why="of a class that nobody in S_t holds; keep_zero is the code's artefact", source="project",
     )  # fmt: skip
     gpc_denominator: str = choice(
         "softmax",
         "literal_double",
-        why="eq. 4 and code have the positive once, alg. 1 twice",
+        why="eq. 4 and code; alg. 1 counts the positive twice",
         source="FedProc eq. 4",
     )
     gpc_temperature: float = number(
@@ -148,11 +148,7 @@ class FedProc(FedAvg):
         why="means of the initial model at the clients of round 0", source="FedProc code",
     )  # fmt: skip
     proto_bn_mode: str = choice(
-        "eval",
-        "train_frozen_stats",
-        "train",
-        why="the code's train mode is a side effect",
-        source="FedProc, open choice",
+        "eval", "train_frozen_stats", "train", why="the code's train mode is a side effect", source="project"
     )
     proto_transform: str = choice(
         "train", "test", why="the code's means see augmented images", source="FedProc code"
@@ -243,7 +239,8 @@ class FedProc(FedAvg):
         return upload, self.memory(upload)
 
     def local(self, client: Client, shared: Tree, own: Tree) -> Program:
-        w = yield Train(shared.net, self.loss, const=Tree(proto=own.get("proto", shared.proto)))
+        table = shared.proto if self.loss_prototype_source == "global" else own.get("proto", shared.proto)
+        w = yield Train(shared.net, self.loss, const=Tree(proto=table))
         w, upload = yield from self.survey(client, w)
         return Tree(net=w) | upload, self.memory(upload)
 

@@ -57,7 +57,7 @@ class MOON(FedAvg):
     )  # fmt: skip
 
     preset: str = choice(
-        "paper", "official_code", why="official_code: first_prev=own_init_late", source="MOON 3.3"
+        "paper", "official_code", why="the text; official_code: own_init_late", source="MOON 3.3"
     )
     mu: float = number(1.0, 0.1, 5.0, 10.0, low=0, why="published: CIFAR-10 5, CIFAR-100 and Tiny 1",
                        source="MOON 4.2")  # fmt: skip
@@ -73,23 +73,13 @@ class MOON(FedAvg):
     )  # fmt: skip
     prev_buffer: int = choice(1, 2, 4, why="negatives: models of the last participations", source="MOON code")
     frozen_mode: str = choice(
-        "eval",
-        "train",
-        why="of the two frozen models; train: batch statistics, buffers left alone",
-        source="MOON code",
+        "eval", "train", why="as the code; train: batch statistics, buffers left alone", source="MOON code"
     )
     contrast_feature: str = choice(
-        "z",
-        "r",
-        why="the projection's output; r: the encoder's, as suites without a projection",
-        source="MOON 3.2",
+        "z", "r", why="the projection's output; r: the encoder's, as in other suites", source="MOON 3.2"
     )
     second_term: str = choice(
-        "contrastive",
-        "l2",
-        "none",
-        why="l2: the paper's ablation, in no version of the code",
-        source="MOON Table 5",
+        "contrastive", "l2", "none", why="the others are the paper's ablation", source="MOON eq. 4, Table 5"
     )
 
     def representation(self, r: Tensor, z: Tensor) -> Tensor:
@@ -97,25 +87,30 @@ class MOON(FedAvg):
         return z if self.contrast_feature == "z" else r
 
     def frozen_features(self, net: Net, batch: Batch, view: View) -> Tree:
-        """z_glob [rows, Q] of the received model, and z_prev of every negative."""
+        """What the frozen models say of a row, as far as the second term reads it.
+
+        l2: received [rows, Q] = z_glob. contrastive: gaps [rows, P, Q], the directions of the P previous
+        models minus that of z_glob; lives [rows], whether all of them are directions.
+        """
 
         def features(w: Tree) -> Tensor:
             r = net.encode(w, batch.x)
             return self.representation(r, net.project(w, r))
 
-        prev = Tree({k: features(model) for k, model in view.const.prev.items()})
-        return Tree(received=features(view.shared.net), prev=prev)
+        received = features(view.shared.net)
+        if self.second_term == "l2":
+            return Tree(received=received)
+        prev = torch.stack([features(model) for model in view.const.prev.values()], 1)
+        return Tree(gaps=unit(prev) - unit(received)[:, None], lives=alive(received) & alive(prev).all(1))
 
-    def contrast(self, z: Tensor, received: Tensor, prev: list[Tensor]) -> Tensor:
-        """l_con [rows] of z, received and every prev [rows, Q] (equation 3).
+    def contrast(self, z: Tensor, gaps: Tensor, lives: Tensor) -> Tensor:
+        """l_con [rows] (equation 3) of z [rows, Q] and what `frozen_features` says.
 
-        Written with differences of directions, log(1 + sum_k exp((cos(z, p_k) - cos(z, g)) / tau)), so that a
-        previous model that equals the received one gives a gradient of exactly 0.
+        Written as log(1 + sum_k exp((cos(z, p_k) - cos(z, g)) / tau)), so that a previous model that equals
+        the received one gives a gradient of exactly 0.
         """
-        here, there, before = unit(z), unit(received), torch.stack(prev, 1)
-        gaps: Tensor = ((unit(before) - there[:, None]) * here[:, None]).sum(-1) / self.temperature
-        lives: Tensor = alive(z) & alive(received) & alive(before).all(1)
-        return torch.where(lives, torch.logsumexp(F.pad(gaps, (1, 0)), 1), 0.0)
+        towards: Tensor = (gaps * unit(z)[:, None]).sum(-1) / self.temperature
+        return torch.where(lives & alive(z), torch.logsumexp(F.pad(towards, (1, 0)), 1), 0.0)
 
     def second(self, z: Tensor, frozen: Tree | None) -> Tensor:
         """The second term [rows]; 0 without frozen models (no negative)."""
@@ -125,7 +120,7 @@ class MOON(FedAvg):
             # Its gradient at z = z_glob, where every round begins, is 0; that of a square root is NaN.
             gap: Tensor = torch.linalg.vector_norm(z - frozen.received, dim=-1)
             return gap
-        return self.contrast(z, frozen.received, list(frozen.prev.values()))
+        return self.contrast(z, frozen.gaps, frozen.lives)
 
     def loss(self, net: Net, w: Tree, batch: Batch, view: View) -> tuple[Tensor, Tree]:
         """Cross-entropy + mu l_con (equation 4)."""

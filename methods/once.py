@@ -4,12 +4,14 @@ from __future__ import annotations
 
 import copy
 import functools
-from typing import Any
+from typing import TYPE_CHECKING, Any
 
 from torch import Tensor
 
 from protofl.method import Tree
-from protofl.nets import Net
+
+if TYPE_CHECKING:
+    from protofl.nets import Net
 
 
 def once(net: Net) -> Net:

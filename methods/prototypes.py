@@ -66,7 +66,7 @@ def merge(tables: Sequence[Rows], old: Rows, weights: Sequence[Tensor] | None = 
     mass = old.values.new_zeros(old.has.shape)
     for i, table in enumerate(tables):
         weight = table.has.to(mass.dtype) if weights is None else weights[i].to(mass.dtype) * table.has
-        total = total + torch.where(table.has.view(wide), table.values, 0.0) * weight.view(wide)
+        total = total + table.values * weight.view(wide)
         mass = mass + weight
     seen = mass > 0
     mean = total / torch.where(seen, mass, 1.0).view(wide)

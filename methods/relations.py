@@ -71,7 +71,7 @@ def point(p: Places, table: Rows, tau: float) -> Tensor:
     return average(F.cross_entropy(sims, p.y, reduction="none"), p.ok)
 
 
-# ---- differences of norms and angles (the paper) --------------------------------------------------------------------
+# ---- differences of norms and angles (the paper) -----------------------------------------------------------
 
 
 def edge(p: Places, h: Tensor, u: Tensor) -> Tensor:
@@ -82,8 +82,11 @@ def edge(p: Places, h: Tensor, u: Tensor) -> Tensor:
 def angle(p: Places, h: Tensor, u: Tensor) -> Tensor:
     """L_A: mean | cos at v of (a, v, b) - the same among prototypes | over triplets of three different classes."""
     other = p.other()
-    gaps = (angles(h, other) - angles(u, other)).abs().sum(0)  # [a, b]; every triplet stands at (a, b) and (b, a)
-    return average(gaps, other) * other.sum().clamp_min(1) / (other @ other * other).sum().clamp_min(1)
+    gaps = (
+        (angles(h, other) - angles(u, other)).abs().sum(0)
+    )  # [a, b]; every triplet stands at (a, b) and (b, a)
+    triplets = (other @ other * other).sum()
+    return (gaps * other).sum() / triplets.clamp_min(1)
 
 
 def sampled_angle(p: Places, uniform: Tensor) -> Tensor:
@@ -105,7 +108,7 @@ def sampled_angle(p: Places, uniform: Tensor) -> Tensor:
     return average((cosine(p.h) - cosine(p.u)).abs(), (count > 0).to(p.h.dtype).expand(len(item)))
 
 
-# ---- smooth L1 on matrices (the authors' code) ----------------------------------------------------------------------
+# ---- smooth L1 on matrices (the authors' code) -------------------------------------------------------------
 
 
 def code_edge(p: Places, h: Tensor, u: Tensor) -> Tensor:
@@ -125,3 +128,10 @@ def _relative(length: Tensor, both: Tensor) -> Tensor:
     off = both * (1 - torch.eye(len(both), dtype=both.dtype, device=both.device))
     distance = length.clamp_min(1e-6) * off
     return distance / torch.where(off.sum() > 0, average(distance, off), 1.0)
+
+
+FORMS = {
+    "abs": {"angle": angle, "edge": edge},
+    "smooth_l1_code": {"angle": code_angle, "edge": code_edge},
+}
+"""L_A and L_Ed by name: (places, distances of the embeddings, distances of their prototypes) -> scalar."""

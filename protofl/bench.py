@@ -19,6 +19,7 @@ from .cells import Cell
 from .engine import workers
 from .errors import UserError
 from .progress import Display, duration
+from .protocol import digest
 from .run import Prepared
 
 RATES = {"loop": 5e9, "batched": 4e9}
@@ -106,6 +107,12 @@ class Outcome:
     planned: list[Planned]
     summaries: dict[str, dict[str, Any]]
     failures: dict[str, tuple[str, str]]
+
+    @property
+    def name(self) -> str:
+        """The report's folder: what was split how, and which runs it is about."""
+        groups = dict.fromkeys(p.folder.parent.name for p in self.planned)
+        return f"{'-'.join(groups)[:60]}-{digest({'runs': sorted(p.ready.digest for p in self.planned)})[:8]}"
 
     @property
     def code(self) -> int:

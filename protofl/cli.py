@@ -138,15 +138,13 @@ def _workers(text: str) -> int:
 
 def _finish(outcome: Any, reports: Path | None, results: Path) -> int:
     """The table, the report, where they are, and what went wrong."""
-    from . import report as reporting
+    from .report import read, report, tables
 
-    runs = reporting.read.runs([p.folder for p in outcome.planned])
     if outcome.summaries:
-        out.print(reporting.tables.terminal(runs))
+        stored = read.runs([p.folder for p in outcome.planned])
+        out.print(tables.terminal(stored))
         if reports is not None:
-            title = "-".join(dict.fromkeys(p.folder.parent.name for p in outcome.planned))[:60]
-            folder = reports / f"{title}-{reporting.key(runs)}"
-            page = reporting.report(runs, folder, title="protofl bench", command=_command())
+            page = report(stored, reports / outcome.name, title="protofl bench", command=_command())
             out.print(f"report: {page}", highlight=False, soft_wrap=True)
         out.print(f"runs:   {results}", highlight=False, soft_wrap=True)
     for digest, (line, trace) in outcome.failures.items():
@@ -227,11 +225,11 @@ def report_(
     to: Annotated[Path, typer.Option("--out", help="Where the report is written.")] = Path("reports/report"),
 ) -> None:
     """Write a report (Markdown, PNG, CSV) over stored runs."""
-    from . import report as reporting
+    from .report import read, report, tables
 
-    runs = reporting.read.runs(folders or [Path("results")])
-    page = reporting.report(runs, to, title="protofl report", command=_command())
-    out.print(reporting.tables.terminal(runs))
+    stored = read.runs(folders or [Path("results")])
+    page = report(stored, to, title="protofl report", command=_command())
+    out.print(tables.terminal(stored))
     out.print(f"report: {page}", highlight=False, soft_wrap=True)
 
 

@@ -72,7 +72,7 @@ def all_datasets(data_dir: Path | None) -> Table:
     for name, source in data.known().items():
         place = data.locate(name, data_dir)
         where = str(place.path) if place.found else "looked in " + ", ".join(map(str, place.looked))
-        table.add_row(name, source.title, "yes" if place.found else "no", Text(where))
+        table.add_row(name, source.what, "yes" if place.found else "no", Text(where))
     table.caption = "also: a folder with train/ and test/, or a .npz with x_train, y_train, x_test, y_test"
     return table
 

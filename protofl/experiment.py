@@ -77,7 +77,7 @@ def _seed(given: Any) -> int:
     try:
         return int(protocols.coerce({"seed": given})["seed"])
     except UserError as e:
-        raise UserError(str(e).replace("the protocol seed", "seeds")) from None
+        raise UserError(str(e).replace("seed", "seeds", 1)) from None
 
 
 def read_suite(path: Path, settings: Settings) -> None:

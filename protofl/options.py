@@ -94,13 +94,16 @@ def option(field: dataclasses.Field[Any]) -> Option:
 
 
 def read(cls: Any, given: Mapping[str, Any], owner: str) -> dict[str, Any]:
-    """Texts (or values of a file) -> checked values for the fields of `cls`; `owner` names it in messages."""
+    """Texts (or values of a file) -> checked values for the fields of `cls`; `owner` names its method in messages."""
     known = fields(cls)
     out = {}
     for name, raw in given.items():
         if name not in known:
-            raise UserError(f"{owner} has no option {name!r}{nearest(name, known)}; it has: {', '.join(known) or 'none'}")
-        out[name] = convert(known[name], raw, f"{owner} {name}")
+            raise UserError(
+                f"{owner or 'the protocol'} has no option {name!r}{nearest(name, known)}; "
+                f"it has: {', '.join(known) or 'none'}"
+            )
+        out[name] = convert(known[name], raw, f"{owner} {name}".strip())
     return out
 
 
@@ -160,4 +163,4 @@ def _number(o: Option, default: Any, raw: Any, label: str) -> Any:
 def validate(instance: Any, owner: str) -> None:
     """Check every field of an instance that was built in Python."""
     for name, field in fields(instance).items():
-        convert(field, getattr(instance, name), f"{owner} {name}")
+        convert(field, getattr(instance, name), f"{owner} {name}".strip())

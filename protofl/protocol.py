@@ -54,7 +54,7 @@ class Protocol:
         source="protocol 1.7",
     )  # fmt: skip
     partition_min_size: int = number(10, low=0, why="every client's least number of samples", source="MOON code")
-    partition_min_classes: int = number(2, 1, low=1, high=2, why="dir_class_fednh only", source="FedNH code")
+    partition_min_classes: int = choice(2, 1, why="dir_class_fednh only", source="FedNH code")
     partition_cap: bool = flag(True, why="a client with the mean size gets no more of later classes", source="MOON code")
     max_tries: int = number(1000, 3, low=1, why="draws before on_min_fail", source="protocol 1.6")
     on_min_fail: str = choice("error", "accept_last", "repair", why="never an endless loop", source="protocol 1.6")
@@ -120,7 +120,7 @@ class Protocol:
     std_ddof: int = choice(1, 0, why="sample standard deviation", source="protocol 5.4", digest=False)
 
     def __post_init__(self) -> None:
-        options.validate(self, "protocol")
+        options.validate(self, "")
         if self.partition == "file" and not self.partition_file:
             raise UserError("partition=file needs --partition-file FILE")
         for metric in self.metrics:
@@ -161,7 +161,7 @@ def digest(document: Mapping[str, Any]) -> str:
 def coerce(given: Mapping[str, Any]) -> dict[str, Any]:
     """Texts or file values -> checked protocol fields. `dirichlet` is another name of dir_class."""
     given = {k: "dir_class" if k == "partition" and v == "dirichlet" else v for k, v in given.items()}
-    return options.read(Protocol, given, "the protocol")
+    return options.read(Protocol, given, "")
 
 
 # ---- presets ----------------------------------------------------------------------------------------------------

@@ -114,17 +114,17 @@ def unflatten(tensors: Mapping[str, Tensor]) -> Tree:
 def pack(tree: Tree, notes: Mapping[str, Any]) -> bytes:
     """A tree and its notes as one file; the order of entries is kept."""
     flat = flatten(tree)
-    order = json.dumps(list(flat))
+    told = json.dumps({"order": list(flat), "notes": notes})  # one entry: safetensors shuffles several
     apart = {k: v.detach().cpu().contiguous().clone() for k, v in flat.items()}
-    return save_tensors(apart, {"order": order, "notes": json.dumps(notes)})
+    return save_tensors(apart, {"protofl": told})
 
 
 def unpack(content: bytes) -> tuple[Tree, dict[str, Any]]:
     """The inverse of `pack`."""
     length = int.from_bytes(content[:8], "little")
-    told = json.loads(content[8 : 8 + length])["__metadata__"]
+    told = json.loads(json.loads(content[8 : 8 + length])["__metadata__"]["protofl"])
     flat = load_tensors(content)
-    return unflatten({k: flat[k] for k in json.loads(told["order"])}), json.loads(told["notes"])
+    return unflatten({k: flat[k] for k in told["order"]}), told["notes"]
 
 
 def checksum(content: bytes) -> str:

@@ -84,9 +84,10 @@ def split(protocol: Protocol, data_dir: str | None) -> Partition:
         if len(made.indices) != p.clients:
             raise UserError(f"{p.partition_file} splits among {len(made.indices)} clients: set --clients {len(made.indices)}")
         return made
+    fednh = p.partition == "dir_class_fednh"  # of which alone the least number of classes is a rule
     fields = dict(
         scheme=p.partition, clients=p.clients, beta=p.beta, seed=p.split_seed(), min_size=p.partition_min_size,
-        min_classes=p.partition_min_classes, cap=p.partition_cap, max_tries=p.max_tries, on_min_fail=p.on_min_fail,
+        min_classes=p.partition_min_classes if fednh else None, cap=p.partition_cap, max_tries=p.max_tries, on_min_fail=p.on_min_fail,
         alpha_convention=p.alpha_convention,
     )  # fmt: skip
     return _split(key, tuple(fields.items()), "")

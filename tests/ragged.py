@@ -1,10 +1,13 @@
-"""A ragged federation with a tiny network, for the tests of methods: clients of unlike sizes, classes that are missing.
+"""A ragged federation with a tiny network, for the tests of methods: unlike sizes, classes that are missing.
 
-All sizes are pairwise different (inputs 6, r 4, z 3, classes 5, clients 7), so that no axis can be taken for another.
+All sizes are pairwise different (inputs 6, r 4, z 3, classes 5, clients 7), so that no axis can be taken for
+another.
 """
 
 from __future__ import annotations
 
+import itertools
+from collections.abc import Callable
 from typing import Any
 
 import numpy as np
@@ -14,6 +17,7 @@ from harness import Harnessed, ToyNet, federation
 from numpy.random import RandomState
 from torch import Tensor
 
+from protofl import rng
 from protofl.data.partition import partition
 from protofl.data.sources import load
 from protofl.method import Method
@@ -25,7 +29,7 @@ CLASSES = 5
 
 
 class Tiny(ToyNet):
-    """Linear, maybe batch normalisation, tanh = r; linear = z; linear head. Plain tensors, no layer of the package."""
+    """Linear, maybe batch normalisation, tanh = r; linear = z; linear head. No layer of the package."""
 
     name, classes, encoded = "tiny", CLASSES, 4
 
@@ -40,7 +44,10 @@ class Tiny(ToyNet):
 
         w = Tree({"encoder.weight": drawn(self.encoded, 6)})
         if self.norm:
-            w["encoder.running_mean"], w["encoder.running_var"] = torch.zeros(self.encoded), torch.ones(self.encoded)
+            w["encoder.running_mean"], w["encoder.running_var"] = (
+                torch.zeros(self.encoded),
+                torch.ones(self.encoded),
+            )
             w["encoder.num_batches_tracked"] = torch.tensor(0)
         if self.projected:
             w["projection.weight"] = drawn(self.projected, self.encoded)
@@ -81,11 +88,11 @@ class Shift:
 
 
 def data() -> tuple[Tensor, Tensor, list[list[int]]]:
-    """x [114, 6], y [114], positions by client. Client 1 has class 0 alone, class 4 lives at clients 2 and 5 only."""
+    """x [114, 6], y [114], positions by client. Client 1 has class 0 alone, 2 and 5 alone have class 4."""
     stream = RandomState(5)
     y = torch.from_numpy(stream.randint(0, CLASSES - 1, sum(SIZES)))
     ends = torch.tensor([0, *SIZES]).cumsum(0).tolist()
-    parts = [list(range(a, b)) for a, b in zip(ends, ends[1:])]
+    parts = [list(range(a, b)) for a, b in itertools.pairwise(ends)]
     y[parts[1]] = 0
     y[parts[2][:4]] = y[parts[5][:3]] = 4
     centre = torch.from_numpy(stream.standard_normal((CLASSES, 6)))
@@ -93,9 +100,9 @@ def data() -> tuple[Tensor, Tensor, list[list[int]]]:
 
 
 def ragged(method: Method, net: Tiny | None = None, **fields: Any) -> Harnessed:
-    """Three rounds of two epochs with batches of 8, momentum and weight decay; `fields` override the protocol."""
+    """Three rounds of two epochs, batches of 8, momentum, weight decay; `fields` override the protocol."""
     x, y, parts = data()
-    plain = dict(rounds=3, local_epochs=2, batch_size=8, momentum=0.9, weight_decay=1e-2)
+    plain = {"rounds": 3, "local_epochs": 2, "batch_size": 8, "momentum": 0.9, "weight_decay": 1e-2}
     return federation(method, net or Tiny(), x, y, parts, **{**plain, **fields})
 
 
@@ -106,9 +113,19 @@ def digits(method: Method, rounds: int, engine: str) -> list[tuple[float, float]
     split = partition(d.y_train, scheme="dir_class", clients=10, beta=0.5, seed=0, classes=10)
     net = build("mlp", classes=10, shape=(8, 8, 1), projection_dim=32)
     fed = federation(
-        method, net, x.permute(0, 3, 1, 2).double() / 16, y, [p.tolist() for p in split.indices], engine=engine,
-        rounds=20, local_epochs=10, batch_size=32, client_lr=0.01, momentum=0.9, weight_decay=1e-5,
-    )  # fmt: skip
+        method,
+        net,
+        x.permute(0, 3, 1, 2).double() / 16,
+        y,
+        [p.tolist() for p in split.indices],
+        engine=engine,
+        rounds=20,
+        local_epochs=10,
+        batch_size=32,
+        client_lr=0.01,
+        momentum=0.9,
+        weight_decay=1e-5,
+    )
     fed.introduce()
     out = []
     for t in range(rounds):
@@ -125,6 +142,39 @@ def path(fed: Any, steps: int = 3) -> list[list[float]]:
     return [[float(u[i].net.w) for u in runs] for i in range(len(runs[0]))]
 
 
+def by_hand(
+    fed: Harnessed,
+    loss: Callable[..., Tensor],
+    trained: Callable[..., None],
+    done: Callable[..., None] = lambda t: None,
+) -> Tree:
+    """The global weights after all rounds, by a plain script with torch's own optimiser (no clip).
+
+    loss(w, x, y, received, t, i) of a batch; trained(w, t, i) after each client; done(t) after each round.
+    """
+    p, w = fed.protocol, Tree(fed.task.initial)
+    for t in range(p.rounds):
+        models, ids = [], fed.taking_part(t)
+        for i in ids:
+            q = Tree({k: v.clone().requires_grad_() for k, v in w.items()})
+            sgd = torch.optim.SGD(
+                list(q.values()), lr=p.client_lr, momentum=p.momentum, weight_decay=p.weight_decay
+            )
+            stream = rng.train(p.seed, t, i)
+            for _ in range(p.local_epochs):
+                order = torch.from_numpy(stream.permutation(len(fed.task.parts[i])))
+                for rows in fed.task.parts[i][order].split(p.batch_size):
+                    sgd.zero_grad()
+                    loss(q, fed.task.x[rows], fed.task.y[rows], w, t, i).backward()
+                    sgd.step()
+            models.append(q.map(Tensor.detach))
+            trained(models[-1], t, i)
+        sizes = [len(fed.task.parts[i]) for i in ids]
+        w = Tree({k: sum(m[k] * (n / sum(sizes)) for m, n in zip(models, sizes)) for k in w})
+        done(t)
+    return w
+
+
 def state(fed: Harnessed) -> list[Tensor]:
     """Every tensor of a federation: shared, private, the clients' memories."""
     kept = [fed.memory.get(i) or Tree() for i in range(fed.task.clients)]
@@ -135,7 +185,9 @@ def gap(a: Any, b: Any) -> float:
     """Largest absolute difference between the tensors of two trees of equal structure."""
     left, right = tensors(a), tensors(b)
     assert [v.shape for v in left] == [v.shape for v in right]
-    return max((float((p.double() - q.double()).abs().max()) for p, q in zip(left, right) if p.numel()), default=0.0)
+    return max(
+        (float((p.double() - q.double()).abs().max()) for p, q in zip(left, right) if p.numel()), default=0.0
+    )
 
 
 def identical(a: Any, b: Any) -> bool:

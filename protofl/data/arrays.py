@@ -11,6 +11,7 @@ import numpy as np
 import numpy.typing as npt
 
 from protofl.data.cache import Content
+from protofl.data.images import one_line
 from protofl.errors import UserError
 
 Array = npt.NDArray[Any]
@@ -109,25 +110,26 @@ def read_values(train: Array, test: Array, where: str) -> tuple[Array, Array, fl
 
 def _open(path: Path) -> dict[str, Array]:
     try:
-        with np.load(path, allow_pickle=False) as file:
-            if not hasattr(file, "files"):
-                raise UserError(f"{path} holds a single array; it must be an .npz with {LAYOUT}")
+        file = np.load(path, allow_pickle=False)
+        if isinstance(file, np.ndarray):
+            raise UserError(f"{path} holds a single array; it must be an .npz with {LAYOUT}")
+        with file:
             return {name: file[name] for name in file.files if name in (*PARTS, "classes", "x", "y")}
     except UserError:
         raise
     except FileNotFoundError:
         raise UserError(f"{path} does not exist") from None
     except (zipfile.BadZipFile, zlib.error, EOFError) as fault:
-        raise UserError(f"{path} is damaged or no .npz file: {fault}") from None
-    except (ValueError, TypeError, AttributeError) as fault:
+        raise UserError(f"{path} is damaged or no .npz file: {one_line(fault)}") from None
+    except ValueError as fault:
         if "pickle" in str(fault):
             raise UserError(
                 f"{path} holds pickled objects, which are not loaded; save plain arrays of numbers or "
                 f"strings: {LAYOUT}"
             ) from None
-        raise UserError(f"{path} cannot be read as .npz: {fault}; it must hold {LAYOUT}") from None
+        raise UserError(f"{path} cannot be read as .npz: {one_line(fault)}; it must hold {LAYOUT}") from None
     except (OSError, MemoryError, NotImplementedError, RuntimeError) as fault:
-        raise UserError(f"{path} cannot be read: {fault}") from None
+        raise UserError(f"{path} cannot be read: {one_line(fault)}") from None
 
 
 def _some(values: Array, most: int = 5) -> str:

@@ -12,8 +12,8 @@ import hashlib
 import json
 import os
 import shutil
-import sys
 import tempfile
+import time
 from collections.abc import Callable, Iterable
 from dataclasses import dataclass
 from pathlib import Path
@@ -21,6 +21,7 @@ from typing import Any
 
 import numpy as np
 import numpy.typing as npt
+import platformdirs
 
 from protofl.data.images import Allocate
 
@@ -56,15 +57,7 @@ class Content:
 def cache_dir() -> Path:
     """`PROTOFL_CACHE` if set, else the platform's cache folder for protofl."""
     own = os.environ.get("PROTOFL_CACHE")
-    if own:
-        return Path(own).expanduser()
-    if sys.platform == "win32":
-        base = os.environ.get("LOCALAPPDATA", "~/AppData/Local")
-    elif sys.platform == "darwin":
-        base = "~/Library/Caches"
-    else:
-        base = os.environ.get("XDG_CACHE_HOME") or "~/.cache"
-    return Path(os.path.expanduser(base)) / "protofl"
+    return Path(own).expanduser() if own else platformdirs.user_cache_path("protofl")
 
 
 def stamp(files: Iterable[Path], *facts: str) -> str:
@@ -89,6 +82,7 @@ def cached(name: str, key: str, build: Callable[[Allocate], Content]) -> tuple[C
         return known
     try:
         entry.parent.mkdir(parents=True, exist_ok=True)
+        _sweep(entry.parent)
         work = Path(tempfile.mkdtemp(prefix=f".{name}-", dir=entry.parent))
     except (OSError, RuntimeError):
         content = build(in_memory)
@@ -106,6 +100,14 @@ def cached(name: str, key: str, build: Callable[[Allocate], Content]) -> tuple[C
         return _load(entry) or (content, fingerprint)
     finally:
         shutil.rmtree(work, ignore_errors=True)
+
+
+def _sweep(folder: Path) -> None:
+    """Remove what decodings that were killed a day or more ago have left."""
+    for left in folder.glob(".*"):
+        with contextlib.suppress(OSError):
+            if time.time() - left.stat().st_mtime > 86400:
+                shutil.rmtree(left, ignore_errors=True)
 
 
 def _mapped_in(work: Path) -> Allocate:

@@ -17,6 +17,7 @@ import zlib
 from collections.abc import Callable, Iterator
 from pathlib import Path
 
+from protofl.data.images import one_line
 from protofl.data.layouts import CIFAR, check_member, damaged
 from protofl.errors import UserError
 
@@ -48,7 +49,7 @@ def fetch(name: str, target: Path, expected: str) -> Path:
         raise
     except (OSError, RuntimeError, ValueError, EOFError, http.client.HTTPException) as fault:
         raise UserError(
-            f"{name} could not be fetched ({_one_line(fault)}); without a network, put {expected} into "
+            f"{name} could not be fetched ({one_line(fault)}); without a network, put {expected} into "
             f"{target} yourself"
         ) from None
     finally:
@@ -78,7 +79,7 @@ def unpack(archive: Path, target: Path, md5: str) -> None:
                     check_member(archive, member.name, member.isreg() or member.isdir())
                 bundle.extractall(target, filter="data")
     except (zipfile.BadZipFile, tarfile.TarError, EOFError, zlib.error) as fault:
-        raise damaged(archive, md5, str(fault)) from None
+        raise damaged(archive, md5, one_line(fault)) from None
 
 
 def check_archive(archive: Path) -> None:
@@ -95,10 +96,6 @@ def _patience() -> Iterator[None]:
         yield
     finally:
         socket.setdefaulttimeout(before)
-
-
-def _one_line(fault: BaseException) -> str:
-    return " ".join(str(fault).split()) or type(fault).__name__
 
 
 def _md5(file: Path) -> str:

@@ -79,6 +79,11 @@ def decode(file: Path, grey: bool, resize: int | None = None) -> Array:
         raise _unreadable(file, fault) from None
 
 
+def one_line(fault: Exception) -> str:
+    """What an error says, without line breaks."""
+    return " ".join(str(fault).split()) or type(fault).__name__
+
+
 def _chunks(files: Sequence[Path]) -> Iterator[Sequence[Path]]:
     return (files[k : k + CHUNK] for k in range(0, len(files), CHUNK))
 
@@ -98,9 +103,7 @@ def _probe(file: Path) -> tuple[str, tuple[int, int]]:
 
 def _unreadable(file: Path, fault: Exception) -> UserError:
     empty = file.is_file() and file.stat().st_size == 0
-    why = (
-        "the file is empty" if empty else (str(fault).replace(f" {str(file)!r}", "") or type(fault).__name__)
-    )
+    why = "the file is empty" if empty else one_line(fault).replace(f" {str(file)!r}", "")
     return UserError(f"image {file} cannot be read: {why}; replace or remove it")
 
 

@@ -25,7 +25,7 @@ import numpy.typing as npt
 
 from protofl.data.arrays import map_labels, read_npz
 from protofl.data.cache import Content
-from protofl.data.images import Allocate, is_image, read_images
+from protofl.data.images import Allocate, is_image, one_line, read_images
 from protofl.errors import UserError
 
 Array = npt.NDArray[Any]
@@ -171,7 +171,7 @@ def _tar_members(path: Path, kind: _Cifar) -> dict[str, bytes]:
                     assert body is not None  # a regular file has a body
                     found[name] = body.read()
     except (tarfile.TarError, EOFError, OSError, zlib.error) as fault:
-        raise damaged(path, kind.md5, str(fault)) from None
+        raise damaged(path, kind.md5, one_line(fault)) from None
     missing = [name for name in wanted if name not in found]
     if missing:
         raise damaged(path, kind.md5, f"{missing[0]} is not in it")
@@ -235,9 +235,7 @@ def unpickle_arrays(data: bytes, where: str) -> dict[str, Any]:
     try:
         found = _ArraysOnly(io.BytesIO(data), encoding="latin1").load()
     except Exception as fault:  # a made-up pickle can raise anything while it is being rebuilt
-        raise UserError(
-            f"{where} is no CIFAR batch: {fault or type(fault).__name__}; fetch the set again"
-        ) from None
+        raise UserError(f"{where} is no CIFAR batch: {one_line(fault)}; fetch the set again") from None
     if not isinstance(found, dict):
         raise UserError(f"{where} is no CIFAR batch: it holds no dictionary; fetch the set again")
     return {
@@ -359,7 +357,9 @@ def _idx_read(file: Path) -> Array:
     try:
         data = gzip.decompress(file.read_bytes()) if file.suffix == ".gz" else file.read_bytes()
     except (OSError, EOFError, zlib.error) as fault:
-        raise UserError(f"{file} is damaged or incomplete: {fault}; delete it and fetch it again") from None
+        raise UserError(
+            f"{file} is damaged or incomplete: {one_line(fault)}; delete it and fetch it again"
+        ) from None
     if len(data) < 4 or data[:3] != b"\0\0\x08":
         raise UserError(f"{file} is no IDX file of bytes; delete it and fetch it again")
     axes = data[3]
@@ -531,7 +531,7 @@ def _lines(file: Path) -> list[str]:
     try:
         return [line for line in file.read_text(encoding="utf-8").splitlines() if line.strip()]
     except (OSError, UnicodeDecodeError) as fault:
-        raise UserError(f"{file} cannot be read: {fault}") from None
+        raise UserError(f"{file} cannot be read: {one_line(fault)}") from None
 
 
 def vireo172() -> Layout:

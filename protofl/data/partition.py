@@ -379,8 +379,8 @@ def _class_wise(rs: RandomState, y: IntArray, classes: int, rule: _Rule) -> Part
             met = smallest >= rule.min_size and held >= rule.min_classes
     if last is None:
         raise UserError(
-            f"partition {rule.scheme}: beta {rule.beta:g} is too small for {rule.clients} clients: all "
-            f"{tries} tries ended in numbers below machine precision; use a larger beta"
+            f"partition {rule.scheme}: with beta {rule.beta:g} and {rule.clients} clients all {tries} tries "
+            f"left the range of double precision; use a beta nearer to 1"
         )
     if not met and rule.on_min_fail == "error":
         raise UserError(_cannot(rule, len(y), tries, best))
@@ -418,10 +418,12 @@ def _attempt(rs: RandomState, by_class: list[IntArray], total: int, rule: _Rule)
         q = rs.dirichlet(concentration)
         if rule.cap:
             q = q * (sizes < total / n)
-        mass = q.sum()
-        if not mass > 0:
+        if len(rows) == 0:  # nothing to hand out, and perhaps nobody below the mean size
+            cuts = np.zeros(n - 1, dtype=np.int64)
+        elif (mass := q.sum()) > 0:
+            cuts = (np.cumsum(q / mass) * len(rows)).astype(np.int64)[:-1]
+        else:  # zero, or NaN
             return None
-        cuts = (np.cumsum(q / mass) * len(rows)).astype(np.int64)[:-1]
         start, stop = np.concatenate([[0], cuts]), np.concatenate([cuts, [len(rows)]])
         if rule.swap and c >= 2:
             _swap(start, stop, held)
@@ -606,7 +608,7 @@ def _read(source: Path) -> tuple[list[IntArray], IntArray | None, dict[str, Any]
     except FileNotFoundError:
         raise UserError(f"partition file {source} does not exist") from None
     except (OSError, ValueError, KeyError, TypeError, EOFError, zipfile.BadZipFile, zlib.error) as fault:
-        raise UserError(f"partition file {source} cannot be read: {fault}") from None
+        raise UserError(f"partition file {source} cannot be read: {' '.join(str(fault).split())}") from None
     return parts, counts, about
 
 

@@ -17,7 +17,7 @@ import numpy.typing as npt
 
 from protofl.data import layouts
 from protofl.data.cache import Content, cache_dir, cached, in_memory, stamp
-from protofl.data.images import Allocate
+from protofl.data.images import Allocate, one_line
 from protofl.data.layouts import Layout
 from protofl.errors import UserError, nearest
 
@@ -36,11 +36,8 @@ FASHION_CLASSES = (
     "Bag",
     "Ankle boot",
 )
-FASHION_SYSTEM_FOLDERS = (
-    Path("/usr/share/datasets/fashion-mnist"),
-    Path("/usr/share/dataset-fashion-mnist"),
-)
-"""Where a system package may have put the set."""
+FASHION_SYSTEM_FOLDER = Path("/usr/share/datasets/fashion-mnist")
+"""Where Debian's package dataset-fashion-mnist puts the set; looked at last, if no data folder is named."""
 
 
 @dataclass(frozen=True, eq=False)
@@ -192,7 +189,7 @@ def load(name: str, data_dir: Path | None = None, order: str = "folder_sorted") 
             content = build(in_memory)
             fingerprint = content.fingerprint()
     except OSError as fault:
-        raise UserError(f"data set {name} at {path} cannot be read: {fault}") from None
+        raise UserError(f"data set {name} at {path} cannot be read: {one_line(fault)}") from None
     return _data(title, content, fingerprint, str(path))
 
 
@@ -305,7 +302,8 @@ def _find(
     """Path and form of a data set, and the places looked at."""
     bases = data_dirs(data_dir)
     if name in known():
-        folders = (*bases, *FASHION_SYSTEM_FOLDERS) if name == "fashion-mnist" and data_dir is None else bases
+        named = data_dir is not None or bool(os.environ.get("PROTOFL_DATA"))
+        folders = (*bases, FASHION_SYSTEM_FOLDER) if name == "fashion-mnist" and not named else bases
         for base in folders:
             for path, form in _candidates(name, base, order):
                 if form.here(path):
@@ -355,9 +353,9 @@ def _missing(name: str, data_dir: Path | None, looked: tuple[Path, ...], order: 
 
         download.check_archive(packed)
         return UserError(
-            f"{packed} is there but not unpacked: unpack it, or run 'protofl datasets --fetch {name}'"
+            f"{packed} is there but not unpacked: unpack it, or run 'protofl datasets fetch {name}'"
         )
-    how = f"run 'protofl datasets --fetch {name}'" if source.fetchable else f"get it from {source.get}"
+    how = f"run 'protofl datasets fetch {name}'" if source.fetchable else f"get it from {source.get}"
     return UserError(f"data set {name} not found in {places}: put {_either(source)} there, or {how}")
 
 

@@ -6,7 +6,7 @@ finished ones. Short batches are padded with rows that `mask` switches off.
 
 from __future__ import annotations
 
-from collections.abc import Callable, Iterator
+from collections.abc import Callable, Iterator, Sequence
 from typing import Any
 
 import torch
@@ -51,7 +51,7 @@ class Crew:
         self.live_at = [sum(n > s for n in steps) for s in range(max(steps))]
         self.wide_at = [max(p.size[s] for p in plans if len(p.size) > s) for s in range(max(steps))]
         views = [engine.view(job, n, p.epoch[-1] + 1) for job, n, p in zip(jobs, steps, plans)]
-        self.leaves, self.spec = stack_views(views)
+        self.view_parts = StackedView(views)
         self.live = len(jobs)
         self.w = Tree()  # the weights of a pass, which mode "train" lets remember
 
@@ -66,28 +66,48 @@ class Crew:
 
     def stacked(self) -> list[Tensor]:
         """What differs between the live clients."""
-        return [v[: self.live] for v, is_stacked in self.leaves if is_stacked]
-
-    def view(self, stacked: list[Tensor]) -> View:
-        """The view, with `stacked` (or one client's share of it) in the places of what differs between clients."""
-        given = iter(stacked)
-        return pytree.tree_unflatten([next(given) if is_stacked else v for v, is_stacked in self.leaves], self.spec)  # type: ignore[no-any-return]
+        return [v[: self.live] for v in self.view_parts.stacked]
 
 
-def stack_views(views: list[View]) -> tuple[list[tuple[Any, bool]], Any]:
-    """Stack what differs between clients; what is one object for all stays one -> [(leaf, is stacked)], spec."""
-    flat, spec = [pytree.tree_leaves(v) for v in views], pytree.tree_structure(views[0])
-    made: dict[tuple[int, ...], Tensor] = {}  # what stands in two places of a view is stacked once
+class StackedView:
+    """The views of a crew as one: `stacked` has what differs between clients, `of` puts it (or a share) in place.
 
-    def stacked(values: tuple[Any, ...]) -> tuple[Any, bool]:
+    Fields that are the same object for all clients are never taken apart: they are most of a view, and this runs at
+    every step.
+    """
+
+    def __init__(self, views: list[View]) -> None:
+        self.whole = views[0]
+        self.stacked: list[Tensor] = []
+        self.parts: list[tuple[str, Any, list[Any]]] = []  # field, its structure, its leaves (None: stacked)
+        made: dict[tuple[int, ...], Tensor] = {}  # what stands in two places is stacked once
+        for name in View._fields:
+            values = [getattr(v, name) for v in views]
+            if same(values) or not any(isinstance(v, Tensor) for v in pytree.tree_leaves(values[0])):
+                continue
+            flat = zip(*map(pytree.tree_leaves, values))
+            leaves = [self._leaf(one, made) for one in flat]
+            if any(leaf is None for leaf in leaves):
+                self.parts.append((name, pytree.tree_structure(values[0]), leaves))
+
+    def _leaf(self, values: tuple[Any, ...], made: dict[tuple[int, ...], Tensor]) -> Any:
+        """The common leaf of all clients, or None for one that was stacked."""
         if same(list(values)) or not isinstance(values[0], Tensor):
-            return values[0], False
+            return values[0]
         key = tuple(map(id, values))
         if key not in made:
             made[key] = torch.stack(values)
-        return made[key], True
+        self.stacked.append(made[key])
+        return None
 
-    return [stacked(values) for values in zip(*flat)], spec
+    def of(self, given: Sequence[Tensor]) -> View:
+        """The view with `given` in the places of what was stacked, in its order."""
+        rest = iter(given)
+        changes = {}
+        for name, spec, leaves in self.parts:
+            placed = [next(rest) if leaf is None else leaf for leaf in leaves]
+            changes[name] = placed[0] if spec.is_leaf() else pytree.tree_unflatten(placed, spec)
+        return self.whole._replace(**changes)
 
 
 def own_copy(trees: list[Tree]) -> Tree:
@@ -141,19 +161,21 @@ class Batched(Engine):
         """fn(net, w, batch, view) -> the same for all live clients, with what the net's layers remember."""
 
         def call(w: Tree, batch: Batch) -> tuple[Any, Tree]:
-            names, (rest, spec) = tuple(w), pytree.tree_flatten(batch._replace(step=None))
-            k, present = len(names), [v is not None for v in rest]
-            given = [v for v in rest if v is not None]
+            names, k = tuple(w), len(w)
+            frozen, spec = ([], None) if batch.frozen is None else pytree.tree_flatten(batch.frozen)
+            noise = [] if batch.noise is None else [batch.noise]
+            at = k + 4 + len(frozen)
 
             def one(*t: Tensor) -> tuple[Any, Tree]:  # flat lists: vmap's own handling of nested ones is slow
-                values = iter(t[k : k + len(given)])
-                b = pytree.tree_unflatten([next(values) if here else None for here in present], spec)
-                b = b._replace(step=batch.step)
-                net = self.net.bound(mode, b.mask)
-                out = fn(net, Tree(zip(names, t)), b, crew.view(list(t[k + len(given) :])))
+                x, y, mask, epoch = t[k : k + 4]
+                told = pytree.tree_unflatten(list(t[k + 4 : at]), spec) if spec else None
+                b = Batch(x, y, mask, told, t[at] if noise else None, epoch, batch.step)
+                net = self.net.bound(mode, mask)
+                out = fn(net, Tree(zip(names, t)), b, crew.view_parts.of(t[at + len(noise) :]))
                 return out, net.updates
 
-            return vmap(one)(*w.values(), *given, *crew.stacked())  # type: ignore[no-any-return]
+            given = (*w.values(), batch.x, batch.y, batch.mask, batch.epoch, *frozen, *noise, *crew.stacked())
+            return vmap(one)(*given)  # type: ignore[no-any-return]
 
         return call
 
@@ -166,7 +188,7 @@ class Batched(Engine):
             for keys in names:
                 parts.append(Tree(zip(keys, t[at : at + len(keys)])))
                 at += len(keys)
-            return fn(*parts, crew.view(list(t[at:])))
+            return fn(*parts, crew.view_parts.of(t[at:]))
 
         return vmap(one)(*[v for t in trees for v in t.values()], *crew.stacked())  # type: ignore[no-any-return]
 

@@ -61,7 +61,8 @@ class Loop(Engine):
             loss, parts = split_loss(r.loss(net, w, b, view))
             grads = torch.autograd.grad(loss, [w[k] for k in names], materialize_grads=True) if names else ()
             with torch.no_grad():
-                terms = add(terms or None, Tree(loss=loss.detach()) | parts.map(Tensor.detach))
+                seen = Tree(loss=loss.detach()) | parts.map(Tensor.detach)
+                terms = add(terms, seen) if terms else seen.map(Tensor.clone)  # a term may be a parameter
                 self.step(r, groups, w, Tree(zip(names, grads)), momenta, job, view, plan.epoch[s])
                 w = w | net.updates
         self.keep_momenta(job, momenta)

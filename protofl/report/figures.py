@@ -3,7 +3,8 @@
 from __future__ import annotations
 
 import math
-from collections.abc import Sequence
+from collections.abc import Iterator, Sequence
+from contextlib import contextmanager
 from pathlib import Path
 from typing import TYPE_CHECKING, Any
 
@@ -12,17 +13,19 @@ import pandas as pd
 
 from . import style
 from .markdown import one_line
+from .read import DIVERGED, UNFINISHED
 
 if TYPE_CHECKING:
     from matplotlib.axes import Axes
     from matplotlib.figure import Figure
 
 ACCURACIES = {"gm": "global model (GM)", "pm_v": "personalised models, PM(V)"}
-FATES = {"diverged": ("X", "diverged"), "unfinished": ("D", "unfinished")}
+MARKS = {DIVERGED: "X", UNFINISHED: "D"}
+"""Marks where the curve of a method ends before its time."""
 
 
 def plain(text: str) -> str:
-    """A text as a figure can show it: one line, never hidden as matplotlib hides labels that begin with `_`."""
+    """A text as a figure can show it: one line, and not beginning with `_`, which hides a label."""
     made = one_line(text)
     return f" {made}" if made.startswith("_") else made
 
@@ -32,12 +35,23 @@ def short(text: str, most: int) -> str:
     return text if len(text) <= most else text[: most - 1] + "…"
 
 
+@contextmanager
+def one_style() -> Iterator[None]:
+    """Figures look alike whatever the user's own settings are."""
+    import matplotlib.style
+
+    with matplotlib.style.context(["default", style.STYLE]):
+        yield
+
+
 def save(figure: Figure, path: Path) -> None:
     """Write a PNG that depends on nothing but the figure."""
     figure.savefig(path, format="png", metadata={"Software": None}, bbox_inches="tight", pad_inches=0.12)
 
 
-def blank(width: float, height: float, rows: int = 1, columns: int = 1, **grid: Any) -> tuple[Figure, list[Axes]]:
+def blank(
+    width: float, height: float, rows: int = 1, columns: int = 1, **grid: Any
+) -> tuple[Figure, list[Axes]]:
     """A new figure with its axes, row by row."""
     from matplotlib.figure import Figure
 
@@ -55,10 +69,18 @@ def draw_curves(tidy: pd.DataFrame, chance: float | None, path: Path) -> None:
         lines(ax, mine)
         ax.set_title(ACCURACIES[metric])
         ax.set_ylabel("test accuracy, %")
-        if chance is not None:
+        if chance is not None and metric == "gm":
             ax.axhline(100 * chance, color="#999999", linewidth=0.9, linestyle=(0, (2, 2)), zorder=1)
-            ax.annotate("chance", (0, 100 * chance), (2, 2), xycoords=("axes fraction", "data"),
-                        textcoords="offset points", color="#777777", fontsize=8)  # fmt: skip
+            ax.annotate(
+                "chance",
+                (1, 100 * chance),
+                (-2, 2),
+                xycoords=("axes fraction", "data"),
+                textcoords="offset points",
+                color="#777777",
+                fontsize=8,
+                ha="right",
+            )
         direct_labels(ax, mine)
     axes[-1].set_xlabel("round t")
     save(figure, path)
@@ -67,7 +89,7 @@ def draw_curves(tidy: pd.DataFrame, chance: float | None, path: Path) -> None:
 def draw_terms(tidy: pd.DataFrame, path: Path) -> None:
     """Terms of the training loss over rounds of one setting, a panel per term."""
     names = sorted(tidy["metric"].unique(), key=lambda n: (n != "loss", n))
-    columns = min(3, len(names))
+    columns = 2 if len(names) == 4 else min(3, len(names))
     rows = math.ceil(len(names) / columns)
     figure, axes = blank(max(4.5, 2.9 * columns), 2.4 * rows + 0.6, rows, columns)
     for ax, name in zip(axes, names):
@@ -82,33 +104,42 @@ def draw_terms(tidy: pd.DataFrame, path: Path) -> None:
 
 
 def lines(ax: Axes, tidy: pd.DataFrame) -> None:
-    """Mean over the seeds with a band from the lowest to the highest; a mark where a curve ends before its time."""
+    """Mean over the seeds, a band from the lowest to the highest, and a mark where a curve ends early."""
     from matplotlib.ticker import MaxNLocator
 
     dots = tidy["round"].nunique() <= 30
     for label, mine in tidy.groupby("label", sort=False):
         first = mine.iloc[0]
         colour = style.colour(str(first["method"]))
-        ax.plot(mine["round"], mine["mean"], color=colour, linestyle=style.dash(int(first["variant"])),
-                marker="o" if dots else "", markersize=2.6, label=plain(str(label)))  # fmt: skip
+        ax.plot(
+            mine["round"],
+            mine["mean"],
+            color=colour,
+            linestyle=style.dash(int(first["variant"])),
+            marker="o" if dots else "",
+            markersize=2.6,
+            label=plain(str(label)),
+        )
         if (mine["high"] > mine["low"]).any():
-            ax.fill_between(mine["round"], mine["low"], mine["high"], color=colour, alpha=0.13, linewidth=0)
-        mark, _ = fate(str(first["status"]))
-        if mark:
+            ax.fill_between(mine["round"], mine["low"], mine["high"], color=colour, alpha=0.2, linewidth=0)
+        if first["fate"] in MARKS:
             end = mine.iloc[-1]
-            ax.plot([end["round"]], [end["mean"]], marker=mark, markersize=7, color=colour, markeredgecolor="white")
+            ax.plot(
+                [end["round"]],
+                [end["mean"]],
+                marker=MARKS[first["fate"]],
+                markersize=7,
+                color=colour,
+                markeredgecolor="white",
+                zorder=5,
+            )
     ax.xaxis.set_major_locator(MaxNLocator(integer=True, min_n_ticks=1))
     if tidy["round"].nunique() == 1:
         t = tidy["round"].iloc[0]
         ax.set_xlim(t - 1, t + 1)
         ax.set_xticks([t])
     else:
-        ax.set_xlim(tidy["round"].min(), tidy["round"].max() * 1.004)
-
-
-def fate(state: str) -> tuple[str, str]:
-    """Marker and word for a method whose curve ends early; empty if it does not."""
-    return next((v for k, v in FATES.items() if state.startswith(k)), ("", ""))
+        ax.margins(x=0.015)
 
 
 def direct_labels(ax: Axes, tidy: pd.DataFrame) -> None:
@@ -121,12 +152,18 @@ def direct_labels(ax: Axes, tidy: pd.DataFrame) -> None:
     last = tidy["round"].max()
     for end, y, place in zip(ends, wanted, style.spread(wanted, gap, 0.0, 1.0)):
         colour = style.colour(str(end["method"]))
-        word = fate(str(end["status"]))[1]
-        text = short(plain(str(end["label"])), 40) + (f" ({word})" if word else "")
+        text = short(plain(str(end["label"])), 40) + (f" ({end['fate']})" if end["fate"] in MARKS else "")
         ax.annotate(text, (1.045, place), xycoords="axes fraction", color=colour, va="center", fontsize=8.5)
         if end["round"] == last:
-            ax.plot([1.006, 1.038], [y, place], color=colour, linewidth=0.8, transform=ax.transAxes, clip_on=False,
-                    linestyle=style.dash(int(end["variant"])))  # fmt: skip
+            ax.plot(
+                [1.006, 1.038],
+                [y, place],
+                color=colour,
+                linewidth=0.8,
+                transform=ax.transAxes,
+                clip_on=False,
+                linestyle=style.dash(int(end["variant"])),
+            )
     ax.set_ylim(low, high)
 
 
@@ -136,32 +173,46 @@ def legend(figure: Figure, tidy: pd.DataFrame, columns: int) -> None:
 
     firsts = [mine.iloc[0] for _, mine in tidy.groupby("label", sort=False)]
     handles = [
-        Line2D([], [], color=style.colour(str(f["method"])), linestyle=style.dash(int(f["variant"]))) for f in firsts
+        Line2D([], [], color=style.colour(str(f["method"])), linestyle=style.dash(int(f["variant"])))
+        for f in firsts
     ]
     words = [short(plain(str(f["label"])), 40) for f in firsts]
     widest = max(map(len, words))
     fit = max(1, int(columns * 2.9 * 72 / (5.2 * widest + 40)))
-    figure.legend(handles, words, loc="outside lower center", ncols=min(fit, len(words)))
+    rows = math.ceil(len(words) / fit)
+    figure.legend(handles, words, loc="outside lower center", ncols=math.ceil(len(words) / rows))
 
 
 def draw_split(tidy: pd.DataFrame, path: Path) -> None:
     """Samples by client and class as a heat map, with the clients' sizes beside it."""
-    clients, classes = tidy["client"].nunique(), tidy["class"].to_numpy()[: len(tidy) // tidy["client"].nunique()]
+    from matplotlib.colors import PowerNorm
+    from matplotlib.ticker import MaxNLocator
+
+    clients, classes = (
+        tidy["client"].nunique(),
+        tidy["class"].to_numpy()[: len(tidy) // tidy["client"].nunique()],
+    )
     table = tidy["samples"].to_numpy().reshape(clients, len(classes))
+    norm = PowerNorm(0.5, 0, max(int(table.max()), 1))
     height = min(max(0.27 * clients + 1.3, 2.4), 8.5)
-    figure, (ax, bars) = blank(min(max(0.42 * len(classes) + 3.6, 5.5), 9), height, 1, 2, sharey=True,
-                               width_ratios=[3, 1])  # fmt: skip
-    image = ax.imshow(table, aspect="auto", cmap="Blues", vmin=0, interpolation="nearest")
+    figure, (ax, bars) = blank(
+        min(max(0.42 * len(classes) + 3.6, 5.5), 9), height, 1, 2, sharey=True, width_ratios=[3, 1]
+    )
+    image = ax.imshow(table, aspect="auto", cmap="Blues", norm=norm, interpolation="nearest")
     ax.grid(False)
     ax.set_title("samples by client and class")
     ax.set_ylabel("client")
-    ax.set_yticks(np.unique(np.linspace(0, clients - 1, min(clients, 20)).round()))
+    ax.yaxis.set_major_locator(MaxNLocator(integer=True, nbins=min(clients, 20), min_n_ticks=1))
+    if clients <= 25:
+        ax.set_yticks(range(clients))
     name_classes(ax, [short(plain(str(c)), 14) for c in classes])
+    drawn = bars.barh(np.arange(clients), table.sum(1), color="#4477aa", height=0.75)
     if clients <= 25 and len(classes) <= 12:
-        write_counts(ax, table)
+        write_counts(ax, table, norm(table) > 0.6)
+        bars.bar_label(drawn, fontsize=6.5, padding=2, color="#333333")
+        bars.margins(x=0.25)
     else:
         figure.colorbar(image, ax=ax, pad=0.02, fraction=0.05)
-    bars.barh(np.arange(clients), table.sum(1), color="#4477aa", height=0.75)
     bars.set_title("size")
     bars.tick_params(axis="y", length=0, labelleft=False)
     bars.grid(False, axis="y")
@@ -178,18 +229,24 @@ def name_classes(ax: Axes, names: Sequence[str]) -> None:
     if max(map(len, names)) > 3:
         ax.tick_params(axis="x", rotation=45)
         for tick in ax.get_xticklabels():
-            tick.set_ha("right")
-            tick.set_rotation_mode("anchor")
+            tick.set(horizontalalignment="right", rotation_mode="anchor")
     else:
         ax.set_xlabel("class")
 
 
-def write_counts(ax: Axes, table: Any) -> None:
+def write_counts(ax: Axes, table: Any, dark: Any) -> None:
     """The counts in the cells of a heat map; none where there are no samples."""
     for (i, c), n in np.ndenumerate(table):
         if n:
-            dark = n > 0.55 * table.max()
-            ax.text(c, i, str(n), ha="center", va="center", fontsize=6.5, color="white" if dark else "#333333")
+            ax.text(
+                c,
+                i,
+                str(n),
+                ha="center",
+                va="center",
+                fontsize=6.5,
+                color="white" if dark[i, c] else "#333333",
+            )
 
 
 def draw_prototypes(tidy: pd.DataFrame, classes: int, path: Path) -> None:
@@ -200,17 +257,36 @@ def draw_prototypes(tidy: pd.DataFrame, classes: int, path: Path) -> None:
     figure, axes = blank(2.9 * columns + 1.3, 2.9 * rows + 0.2, rows, columns)
     for ax, (label, mine) in zip(axes, groups):
         first = mine.iloc[0]
-        for kind, marker, size, edge in (("client", "o", 13, "none"), ("global", "*", 105, "black")):
+        for kind, marker, size, edge in (
+            ("client", "o", 13, "none"),
+            ("global", "*", 80 if classes <= 20 else 40, "black"),
+        ):
             part = mine[mine["kind"] == kind]
-            ax.scatter(part["x"], part["y"], c=[class_colour(int(c), classes) for c in part["class_id"]], s=size,
-                       marker=marker, edgecolors=edge, linewidths=0.6, alpha=1 if kind == "global" else 0.6,
-                       zorder=3 if kind == "global" else 2)  # fmt: skip
+            ax.scatter(
+                part["x"],
+                part["y"],
+                c=[class_colour(int(c), classes) for c in part["class_id"]],
+                s=size,
+                marker=marker,
+                edgecolors=edge,
+                linewidths=0.6,
+                alpha=1 if kind == "global" else 0.6,
+                zorder=3 if kind == "global" else 2,
+            )
         ax.set_title(f"{short(plain(str(label)), 30)}\n", fontsize=9.5)
-        ax.text(0, 1.02, f"{first['projection']}, round {first['round']}, seed {first['seed']}", fontsize=7.5,
-                color="#666666", transform=ax.transAxes)  # fmt: skip
+        ax.text(
+            0,
+            1.02,
+            f"{first['projection']}, round {first['round']}, seed {first['seed']}",
+            fontsize=7.5,
+            color="#666666",
+            transform=ax.transAxes,
+        )
         ax.set_xticks([])
         ax.set_yticks([])
+        ax.spines[:].set(visible=True, linewidth=0.6, color="#bbbbbb")
         ax.margins(0.08)
+        ax.set_aspect("equal", adjustable="datalim")
     for ax in axes[len(groups) :]:
         ax.remove()
     class_legend(figure, tidy, classes)
@@ -231,13 +307,17 @@ def class_legend(figure: Figure, tidy: pd.DataFrame, classes: int) -> None:
     from matplotlib.lines import Line2D
 
     look: dict[str, Any] = {"linestyle": "", "color": "#666666"}
-    handles = [Line2D([], [], marker="*", markersize=9, markeredgecolor="black", **look),
-               Line2D([], [], marker="o", markersize=4, **look)]  # fmt: skip
+    handles = [
+        Line2D([], [], marker="*", markersize=9, markeredgecolor="black", **look),
+        Line2D([], [], marker="o", markersize=4, **look),
+    ]
     words = ["global", "client"]
     named = tidy[["class_id", "class"]].drop_duplicates().sort_values("class_id")
     if classes <= len(style.CLASSES):
         for c, name in named.itertuples(index=False):
-            handles.append(Line2D([], [], marker="s", markersize=5, linestyle="", color=class_colour(c, classes)))
+            handles.append(
+                Line2D([], [], marker="s", markersize=5, linestyle="", color=class_colour(c, classes))
+            )
             words.append(short(plain(str(name)), 16))
     else:
         for c in np.unique(np.linspace(0, classes - 1, 6).round().astype(int)):

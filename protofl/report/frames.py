@@ -11,16 +11,17 @@ import pandas as pd
 from .groups import Entry, Setting, settings
 from .read import Run, counts, number
 from .select import METRICS, Row, value
-from .tables import frame, head
+from .tables import frame
 
-CURVES = ["setting", "method", "label", "variant", "metric", "round", "n", "mean", "low", "high", "status"]
+CURVES = ["setting", "method", "label", "variant", "metric", "round", "n", "mean", "low", "high", "fate"]
 SPLIT = ["setting", "seed", "client", "class", "samples"]
 
 
 def curves(runs: Sequence[Run]) -> pd.DataFrame:
-    """Setting x method x metric x round -> mean, lowest and highest of the seeds (shares of 1; `loss` of the test).
+    """Setting x method x metric x round -> mean, lowest and highest of the seeds, as shares of 1.
 
-    Only rounds that all seeds in use have; a method whose runs all diverged is followed until then.
+    `loss` is that of the test. Only rounds that all seeds in use have; a method whose runs all diverged is
+    followed until then.
     """
     return _over_rounds(runs, lambda entry: [*METRICS, "loss"], value)
 
@@ -40,9 +41,10 @@ def _over_rounds(
 ) -> pd.DataFrame:
     return frame(
         (
-            {**_drop(head(s, e)), "variant": e.variant, "metric": name, **point}
+            {**_who(s, e), "metric": name, **point}
             for s in settings(runs)
             for e in s.entries
+            if e.drawn
             for name in names(e)
             for point in _points(e, name, read)
         ),
@@ -50,8 +52,15 @@ def _over_rounds(
     )
 
 
-def _drop(found: dict[str, Any]) -> dict[str, Any]:
-    return {k: v for k, v in found.items() if k != "finished"}
+def _who(setting: Setting, entry: Entry) -> dict[str, Any]:
+    """Whose point it is, and what became of the runs behind it."""
+    return {
+        "setting": setting.number,
+        "method": entry.method,
+        "label": entry.label,
+        "variant": entry.variant,
+        "fate": entry.drawn[0].status,
+    }
 
 
 def _points(entry: Entry, name: str, read: Callable[[Row, str], float | None]) -> Iterator[dict[str, Any]]:
@@ -64,7 +73,13 @@ def _points(entry: Entry, name: str, read: Callable[[Row, str], float | None]) -
     for t in sorted(found):
         seeds = found[t]
         if len(seeds) == len(entry.drawn):
-            yield {"round": t, "n": len(seeds), "mean": statistics.fmean(seeds), "low": min(seeds), "high": max(seeds)}
+            yield {
+                "round": t,
+                "n": len(seeds),
+                "mean": statistics.fmean(seeds),
+                "low": min(seeds),
+                "high": max(seeds),
+            }
 
 
 def split_run(setting: Setting) -> Run | None:
@@ -77,7 +92,13 @@ def split(runs: Sequence[Run]) -> pd.DataFrame:
     """Setting x client x class -> samples."""
     return frame(
         (
-            {"setting": s.number, "seed": run.seed, "client": i, "class": class_name(run, c), "samples": int(n)}
+            {
+                "setting": s.number,
+                "seed": run.seed,
+                "client": i,
+                "class": class_name(run, c),
+                "samples": int(n),
+            }
             for s in settings(runs)
             if (run := split_run(s)) is not None and (table := counts(run.partition)) is not None
             for i, line in enumerate(table)

@@ -13,17 +13,33 @@ from .groups import Entry, Setting, settings
 from .read import Array, Prototypes, Run
 from .tables import frame
 
-COLUMNS = ["setting", "method", "label", "seed", "round", "projection", "kind", "client", "class", "class_id", "x", "y"]
+COLUMNS = [
+    "setting",
+    "method",
+    "label",
+    "seed",
+    "round",
+    "projection",
+    "kind",
+    "client",
+    "class",
+    "class_id",
+    "x",
+    "y",
+]
 
 MOST = 2000
 """More client means than this are thinned out."""
+
+LARGEST = 1e15
+"""Squares of larger numbers do not fit single precision."""
 
 FEWEST = 6
 """With fewer distinct points t-SNE means nothing: PCA."""
 
 
 def prototypes(runs: Sequence[Run]) -> tuple[pd.DataFrame, dict[int, list[str]]]:
-    """The points of every method that stored prototypes (its first seed in use, last stored round), and remarks.
+    """The points of every method that stored prototypes (first seed in use, last stored round), and remarks.
 
     Each setting has its list of remarks: what was left out and why.
     """
@@ -55,8 +71,8 @@ def _points(setting: Setting, entry: Entry, run: Run, stored: Prototypes) -> tup
     if thinned:
         own = np.sort(np.random.RandomState(0).permutation(len(own))[:MOST])
     points = np.concatenate([stored.values[stored.has], stored.client_values[own]])
-    if not np.isfinite(points).all():
-        return [], "prototypes not finite, picture left out"
+    if not (np.abs(points) < LARGEST).all():
+        return [], "prototypes not finite or too large, picture left out"
     if len(points) < 2:
         return [], f"{len(points)} stored prototype(s), too few for a picture"
     plane, projection = embed(points)
@@ -65,20 +81,28 @@ def _points(setting: Setting, entry: Entry, run: Run, stored: Prototypes) -> tup
     clients = [*[None] * len(globals_), *stored.client_ids[own]]
     rows = [
         {
-            "setting": setting.number, "method": entry.method, "label": entry.label, "seed": run.seed,
-            "round": stored.round, "projection": projection, "kind": "global" if client is None else "client",
-            "client": None if client is None or client < 0 else int(client), "class": class_name(run, int(c)),
-            "class_id": int(c), "x": float(x), "y": float(y),
+            "setting": setting.number,
+            "method": entry.method,
+            "label": entry.label,
+            "seed": run.seed,
+            "round": stored.round,
+            "projection": projection,
+            "kind": "global" if client is None else "client",
+            "client": None if client is None or client < 0 else int(client),
+            "class": class_name(run, int(c)),
+            "class_id": int(c),
+            "x": float(x),
+            "y": float(y),
         }
         for (x, y), c, client in zip(plane, labels, clients)
-    ]  # fmt: skip
+    ]
     return rows, f"{MOST} of {len(stored.client_labels)} client means drawn" if thinned else ""
 
 
 def embed(points: Array) -> tuple[Array, str]:
     """[n, d] finite points -> [n, 2] and how. The same input gives the same output on any number of cores."""
     from sklearn.manifold import TSNE
-    from threadpoolctl import threadpool_limits
+    from threadpoolctl import threadpool_limits  # type: ignore[import-untyped]
 
     n, d = points.shape
     with threadpool_limits(1):
@@ -89,7 +113,7 @@ def embed(points: Array) -> tuple[Array, str]:
 
 
 def _pca(points: Array) -> Array:
-    """The first two principal components (zeros where there are fewer), each with its largest entry positive."""
+    """The first two principal components (zeros where there are fewer), largest entry positive."""
     centred = points - points.mean(0)
     u, s, _ = np.linalg.svd(centred, full_matrices=False)
     plane = np.zeros((len(points), 2))

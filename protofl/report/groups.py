@@ -4,6 +4,7 @@ from __future__ import annotations
 
 import functools
 import json
+import math
 from collections.abc import Iterable, Mapping, Sequence
 from dataclasses import dataclass
 from pathlib import Path
@@ -11,11 +12,19 @@ from typing import Any
 
 from .. import options
 from ..protocol import Protocol
-from .read import DAMAGED, DIVERGED, FAILED, FINISHED, UNFINISHED, Run
+from .read import DAMAGED, DIVERGED, FAILED, FINISHED, UNFINISHED, Run, number
 from .select import RULES, Row, Rule, last
 
-APART = {"seed"} | {n for n, f in options.fields(Protocol).items() if not options.option(f).digest}
-"""Protocol fields in which runs of one setting may differ: the seed, and what moves no number."""
+APART = {"seed", "partition_file"} | {
+    n for n, f in options.fields(Protocol).items() if not options.option(f).digest
+}
+"""Protocol fields in which runs of one setting may differ: the seed, and what moves no number.
+
+A split is known by its hash, not by the file that it was read from.
+"""
+
+HASHES = ("data fingerprint", "split hash", "numbers")
+"""What must be equal besides the protocol's fields."""
 
 PREFERRED = (FINISHED, UNFINISHED, DIVERGED, FAILED, DAMAGED)
 """Which of two runs of the same method, options and seed counts."""
@@ -51,7 +60,7 @@ class Entry:
         return bool(self.used) and self.used[0].status == FINISHED
 
     def rows(self, run: Run) -> Sequence[Row]:
-        """The rounds of a run that count: all of them, but of unfinished runs only those that all seeds have."""
+        """The rounds of a run that count: all; of unfinished runs only those that all seeds have."""
         if self.finished or not self.used:
             return run.rounds
         common = min(r.rounds[-1]["round"] for r in self.used)
@@ -70,7 +79,7 @@ class Entry:
 
 @dataclass(frozen=True, eq=False)
 class Setting:
-    """Runs that differ in method, options and seed alone. `differs`: what tells it from the other settings."""
+    """Runs that differ in method, options and seed alone. `differs`: what tells it from other settings."""
 
     number: int
     differs: Mapping[str, str]
@@ -111,18 +120,32 @@ def _fate(run: Run, several: bool) -> str:
 
 
 def settings(runs: Iterable[Run]) -> list[Setting]:
-    """The settings among the runs that say what they are, in the order of their first run."""
+    """The settings among the runs that say what they are, in the order of what tells them apart."""
     groups: dict[str, list[Run]] = {}
     for run in runs:
         if run.known:
             groups.setdefault(_text(_key(run)), []).append(run)
-    keys = [json.loads(key) for key in groups]
-    names = dict.fromkeys(name for key in keys for name in key)
-    differing = [n for n in names if len({_text(k.get(n)) for k in keys}) > 1]
+    keys = {key: json.loads(key) for key in groups}
+    differing = _telling(list(keys.values()))
+    order = sorted(groups, key=lambda key: [_natural(keys[key].get(n)) for n in differing])
     return [
-        Setting(i + 1, {n: _shown(key.get(n)) for n in differing}, *_entries(group))
-        for i, (key, group) in enumerate(zip(keys, groups.values()))
+        Setting(i + 1, {n: _shown(keys[key].get(n)) for n in differing}, *_entries(groups[key]))
+        for i, key in enumerate(order)
     ]
+
+
+def _natural(value: Any) -> tuple[float, str]:
+    """A key that sorts numbers by size, before texts."""
+    known = number(value)
+    return (math.inf, _shown(value)) if known is None else (known, "")
+
+
+def _telling(keys: Sequence[Mapping[str, Any]]) -> list[str]:
+    """The fields that tell the settings apart; hashes only where nothing else does."""
+    names = dict.fromkeys(name for key in keys for name in key)
+    differing = [n for n in names if len({_text(key.get(n)) for key in keys}) > 1]
+    plain = [n for n in differing if n not in HASHES]
+    return plain if len({_text([key.get(n) for n in plain]) for key in keys}) == len(keys) else differing
 
 
 def _text(value: Any) -> str:
@@ -137,7 +160,7 @@ def _key(run: Run) -> dict[str, Any]:
     """All that must be equal for runs to be compared."""
     shared = {n: v for n, v in run.protocol.items() if n not in APART}
     split = None if run.protocol.get("partition_seed") == "run" else run.partition.get("index_hash")
-    return {**shared, "data fingerprint": run.data.get("fingerprint"), "split hash": split}
+    return shared | dict(zip(HASHES, (run.data.get("fingerprint"), split, run.numbers)))
 
 
 def _entries(runs: Sequence[Run]) -> tuple[tuple[Entry, ...], dict[Path, Path]]:
@@ -145,11 +168,11 @@ def _entries(runs: Sequence[Run]) -> tuple[tuple[Entry, ...], dict[Path, Path]]:
     rows: dict[str, dict[int, Run]] = {}
     repeated = {}
     for run in sorted(runs, key=lambda r: PREFERRED.index(r.status)):
-        seeds = rows.setdefault(_text([run.method, run.options]), {})
+        seeds = rows.setdefault(_same(run), {})
         if run.seed in seeds:
             repeated[run.path] = seeds[run.seed].path
         seeds.setdefault(run.seed, run)
-    order = list(dict.fromkeys(_text([r.method, r.options]) for r in runs))
+    order = list(dict.fromkeys(map(_same, runs)))
     groups = [tuple(rows[key][seed] for seed in sorted(rows[key])) for key in order]
     labels = _labels([group[0] for group in groups])
     seen: dict[str, int] = {}
@@ -161,9 +184,14 @@ def _entries(runs: Sequence[Run]) -> tuple[tuple[Entry, ...], dict[Path, Path]]:
     return tuple(made), repeated
 
 
+def _same(run: Run) -> str:
+    """What runs of one row have in common: the method, its options and its code."""
+    return _text([run.method, run.options, run.source])
+
+
 def _labels(firsts: Sequence[Run]) -> list[str]:
     """The display names; where several share one, with the options that tell them apart."""
-    out = []
+    out: list[str] = []
     for run in firsts:
         alike = [r for r in firsts if r.name == run.name]
         names = dict.fromkeys(n for r in alike for n in r.options)
@@ -171,6 +199,8 @@ def _labels(firsts: Sequence[Run]) -> list[str]:
         parts = [f"{n}={_shown(run.options.get(n))}" for n in differing if n in run.options]
         if len({r.method for r in alike}) > 1:
             parts.insert(0, run.method)
+        if len({r.source for r in alike if r.method == run.method}) > 1:
+            parts.append(f"code {run.source[:8] or '-'}")
         label = f"{run.name} ({', '.join(parts)})" if parts else run.name
         out.append(f"{label} #{out.count(label) + 1}" if label in out else label)
     return out

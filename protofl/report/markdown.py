@@ -19,7 +19,7 @@ def escape(text: object) -> str:
 
 
 def table(heads: Sequence[str], rows: Sequence[Sequence[str]], left: int = 1) -> str:
-    """A table of cells that are already escaped; the first `left` columns and any named `status` are aligned left."""
+    """A table of escaped cells; the first `left` columns and one named `status` are aligned left."""
     rules = [":---" if i < left or h == "status" else "---:" for i, h in enumerate(heads)]
     return "\n".join("| " + " | ".join(line) + " |" for line in (heads, rules, *rows))
 

@@ -1,4 +1,4 @@
-"""Run folders, read and checked. A damaged folder is kept with the reason; nothing here raises because of one."""
+"""Run folders, read and checked. A damaged folder is kept with the reason and never raises."""
 
 from __future__ import annotations
 
@@ -32,7 +32,7 @@ Array = npt.NDArray[Any]
 
 @dataclass(frozen=True, eq=False)
 class Prototypes:
-    """Class prototypes of one round: global [K, d] with a mask, and the clients' own with class and client id."""
+    """Class prototypes of one round: global [K, d] with a mask, the clients' own with class and client."""
 
     round: int
     values: Array
@@ -62,6 +62,10 @@ class Run:
     """One row per round, ascending; -1 is the exchange before round 0."""
     total: int | None = None
     """T, the rounds that were asked for."""
+    source: str = ""
+    """Hash of the method's source."""
+    numbers: Any = None
+    """The version of the code that makes the numbers."""
 
     @property
     def known(self) -> bool:
@@ -85,7 +89,11 @@ class Run:
 
     def prototypes(self) -> tuple[Prototypes | None, str]:
         """The prototypes of the last stored round (None: there are none), and why they cannot be read."""
-        stored = {int(m[1]): p for p in sorted(self.path.glob("prototypes/*.npz")) if (m := _ROUND.fullmatch(p.name))}
+        stored = {
+            int(m[1]): p
+            for p in sorted(self.path.glob("prototypes/*.npz"))
+            if (m := _ROUND.fullmatch(p.name))
+        }
         if not stored:
             return None, ""
         last = max(stored)
@@ -100,13 +108,15 @@ _ROUND = re.compile(r"round-(\d+)\.npz")
 
 
 def runs(paths: Sequence[Path | str]) -> list[Run]:
-    """All runs at or below the given folders, each once: in the order given, below a folder by method and seed."""
+    """All runs at or below the given folders, each once: as given, below a folder by method and seed."""
     out: dict[Path, Run] = {}
     for path in map(Path, paths):
         if not path.exists():
             raise UserError(f"there is no folder {path}")
         below = [read(p) for p in find(path)]
-        for run in sorted(below, key=lambda r: (not r.known, r.name.casefold(), _canonical(r.options), r.seed)):
+        for run in sorted(
+            below, key=lambda r: (not r.known, r.name.casefold(), _canonical(r.options), r.seed)
+        ):
             out.setdefault(run.path.resolve(), run)
     if not out:
         raise UserError(f"no runs below {', '.join(map(str, paths)) or 'the given folders'}")
@@ -114,7 +124,7 @@ def runs(paths: Sequence[Path | str]) -> list[Run]:
 
 
 def find(path: Path) -> Iterator[Path]:
-    """The run folders at or below a folder, in the order of their names. A run's own folders are not searched."""
+    """The run folders at or below a folder, by name. A run's own folders are not searched."""
     for folder, inner, files in os.walk(path):
         if any(mark in files for mark in MARKS):
             inner.clear()
@@ -139,11 +149,23 @@ def read(path: Path) -> Run:
     elif summary_problem and status != FINISHED:
         notes = [*notes, summary_problem]
     return Run(
-        path, status, "; ".join(filter(None, [reason, *notes])), str(document.get("digest", "")),
-        document["method"]["name"], str(document.get("name") or document["method"]["name"]),
-        document["method"].get("options", {}), protocol, document.get("data", {}), document.get("partition", {}),
-        document.get("network", {}), env, tuple(rounds), total,
-    )  # fmt: skip
+        path,
+        status,
+        "; ".join(filter(None, [reason, *notes])),
+        str(document.get("digest", "")),
+        document["method"]["name"],
+        str(document.get("name") or document["method"]["name"]),
+        document["method"].get("options", {}),
+        protocol,
+        document.get("data", {}),
+        document.get("partition", {}),
+        document.get("network", {}),
+        env,
+        tuple(rounds),
+        total,
+        str(document["method"].get("source") or ""),
+        document.get("numbers"),
+    )
 
 
 def number(value: Any) -> float | None:
@@ -180,7 +202,9 @@ def _protocol_problem(document: Document) -> str:
         if not isinstance(document.get(name, {}), dict):
             return f"protocol.json: {name} is not an object"
     method = document.get("method", {})
-    if not (isinstance(method.get("name"), str) and method["name"] and isinstance(method.get("options", {}), dict)):
+    if not (
+        isinstance(method.get("name"), str) and method["name"] and isinstance(method.get("options", {}), dict)
+    ):
         return "protocol.json does not name the method"
     if _whole(document.get("protocol", {}).get("seed")) is None:
         return "protocol.json has no seed"
@@ -210,37 +234,33 @@ def _rounds(path: Path) -> tuple[list[dict[str, Any]], list[str], str]:
     except OSError as error:
         return [], [], f"rounds.jsonl cannot be read ({error.strerror})"
     rows: dict[int, dict[str, Any]] = {}
-    notes: list[str] = []
-    last = max((i for i, line in enumerate(lines) if line.strip()), default=-1)
-    for i, line in enumerate(lines[: last + 1]):
-        row = _row(line)
-        if row is None and i == last and i == len(lines) - 1:
-            notes.append("the last line of rounds.jsonl is cut off and left out")
-        elif row is None:
-            return [], [], f"line {i + 1} of rounds.jsonl is damaged"
-        elif row["round"] in rows and rows[row["round"]].get("gm") != row.get("gm"):
+    cut = bool(lines[-1].strip()) and bool(_row(lines[-1])[1])
+    lines = [line for line in (lines[:-1] if cut else lines) if line.strip()]
+    for i, line in enumerate(lines):
+        row, problem = _row(line)
+        if problem:
+            return [], [], f"line {i + 1} of rounds.jsonl: {problem}"
+        if row["round"] in rows and rows[row["round"]].get("gm") != row.get("gm"):
             return [], [], f"rounds.jsonl has two different rows for round {row['round']}"
-        else:
-            rows[row["round"]] = row
+        rows[row["round"]] = row
+    notes = ["the last line of rounds.jsonl is cut off and left out"] if cut else []
     return [rows[t] for t in sorted(rows)], notes, ""
 
 
-def _row(line: bytes) -> dict[str, Any] | None:
-    """One row, or None if it is not what a row must be."""
+def _row(line: bytes) -> tuple[dict[str, Any], str]:
+    """One row and what is wrong with it."""
     try:
         row = json.loads(line)
     except (ValueError, RecursionError):
-        return None
+        return {}, "not whole JSON"
     if not isinstance(row, dict) or (t := _whole(row.get("round"))) is None or t < -1:
-        return None
-    for name, value in row.items():
-        if SHARES.fullmatch(name) and not _share(value):
-            return None
-        if name in ("gm_scores", "seconds", "terms") and not isinstance(value, dict):
-            return None
-        if name in ("clients", "gm_correct") and not isinstance(value, list | None):
-            return None
-    return row if all(map(_share, row.get("gm_scores", {}).values())) else None
+        return {}, "not a row of a round"
+    kinds = {"gm_scores": dict, "seconds": dict, "terms": dict, "clients": list}
+    wrong = [n for n, kind in kinds.items() if n in row and not isinstance(row[n], kind)]
+    wrong += [n for n, v in row.items() if SHARES.fullmatch(n) and not _share(v)]
+    if not wrong:
+        wrong = [f"gm_scores {n}" for n, v in row.get("gm_scores", {}).items() if not _share(v)]
+    return row, f"{wrong[0]} is not what it should be" if wrong else ""
 
 
 def _share(value: Any) -> bool:
@@ -256,11 +276,16 @@ def _status(summary: Document, done: bool, rounds: Sequence[Document], total: in
     said = summary.get("status")
     played = [r["round"] for r in rounds if r["round"] >= 0]
     if said == DIVERGED or any(r.get("diverged") for r in rounds):
-        return DIVERGED, next((f"diverged at round {r['round']}" for r in rounds if r.get("diverged")), "diverged")
+        return DIVERGED, next(
+            (f"diverged at round {r['round']}" for r in rounds if r.get("diverged")), "diverged"
+        )
     if said == FAILED:
         return FAILED, f"failed: {summary.get('error') or 'no reason recorded'}"
     if not (done or said == FINISHED):
-        return UNFINISHED, f"{len(played)} of {'?' if total is None else total} rounds: still running, or killed"
+        return (
+            UNFINISHED,
+            f"{len(played)} of {'?' if total is None else total} rounds: still running, or killed",
+        )
     if played != list(range(total or len(played))) or not played:
         return DAMAGED, f"marked finished, but has {len(played)} of {total} rounds"
     return FINISHED, ""
@@ -276,6 +301,11 @@ def _prototypes(round: int, arrays: Mapping[str, Array]) -> Prototypes:
     if len(values) == 0:
         values = np.zeros((0, own.shape[-1]))
     fits = values.ndim == own.ndim == 2 and values.shape[1] == own.shape[1]
-    if not fits or has.shape != values.shape[:1] or labels.shape != own.shape[:1] or ids.shape != own.shape[:1]:
+    if (
+        not fits
+        or has.shape != values.shape[:1]
+        or labels.shape != own.shape[:1]
+        or ids.shape != own.shape[:1]
+    ):
         raise ValueError("the arrays do not fit together")
     return Prototypes(round, values, has, own, labels, ids)

@@ -16,7 +16,7 @@ METRICS = ("gm", "pm_v", "pm_l", "pm_uniform")
 
 
 def value(row: Row, metric: str) -> float | None:
-    """A metric of a row; `gm:network` is the reading `network` of the global model. None: not measured, not defined."""
+    """A metric of a row; `gm:network`: the reading `network` of the GM. None: not measured or not defined."""
     name, _, reading = metric.partition(":")
     return number(row.get("gm_scores", {}).get(reading) if reading else row.get(name))
 
@@ -32,6 +32,7 @@ class Rule:
 
     name: str
     label: str
+    short: str
     choose: Callable[[Sequence[Row]], Sequence[Row]]
     peeks: bool = False
 
@@ -58,8 +59,8 @@ def _best(rows: Sequence[Row]) -> Sequence[Row]:
     return [r for v, r in known if v == top][:1]
 
 
-last = Rule("last", "last round", lambda rows: rows[-1:])
-mean_last_5 = Rule("mean_last_5", "mean of last 5 evaluated rounds", lambda rows: rows[-5:])
-best = Rule("best", "best (picked on test)", _best, peeks=True)
+last = Rule("last", "last round", "last", lambda rows: rows[-1:])
+mean_last_5 = Rule("mean_last_5", "mean of last 5 evaluated rounds", "mean of last 5", lambda rows: rows[-5:])
+best = Rule("best", "best (picked on test)", "best (picked on test)", _best, peeks=True)
 
 RULES = {rule.name: rule for rule in (last, mean_last_5, best)}

@@ -7,12 +7,13 @@ from collections.abc import Iterable, Sequence
 from typing import Any
 
 import pandas as pd
+from rich import box
 from rich.table import Table
 from rich.text import Text
 
 from .groups import Entry, Setting, settings
 from .read import Run, number
-from .select import METRICS, RULES, Row, evaluated, last, value
+from .select import METRICS, RULES, Row, evaluated, last
 
 WEIGHTINGS = ("pm_v", "pm_l", "pm_uniform")
 SPREADS = tuple(f"{m}_{s}" for m in WEIGHTINGS for s in ("std", "worst10"))
@@ -20,10 +21,39 @@ PARTS = ("train", "prototype", "aggregate", "evaluate")
 MISSING = "-"
 
 PER_RUN = ["setting", "method", "label", "digest", "seed", "status", "metric", "rule", "value", "round"]
-ACCURACY = ["setting", "method", "label", "metric", "rule", "n", "mean", "sd", "ddof", "low", "high", "seeds",
-            "rounds", "finished", "status"]  # fmt: skip
-COST = ["setting", "method", "label", "n", "rounds", "down_mb", "up_mb", "once_mb", "total_mb",
-        *[f"seconds_{p}" for p in PARTS], "seconds_total", "memory_mb", "finished", "status"]  # fmt: skip
+ACCURACY = [
+    "setting",
+    "method",
+    "label",
+    "metric",
+    "rule",
+    "n",
+    "mean",
+    "sd",
+    "ddof",
+    "low",
+    "high",
+    "seeds",
+    "rounds",
+    "finished",
+    "status",
+]
+COST = [
+    "setting",
+    "method",
+    "label",
+    "n",
+    "rounds",
+    "down_mb",
+    "up_mb",
+    "once_mb",
+    "total_mb",
+    *[f"seconds_{p}" for p in PARTS],
+    "seconds_total",
+    "memory_mb",
+    "finished",
+    "status",
+]
 
 
 def frame(rows: Iterable[dict[str, Any]], columns: list[str]) -> pd.DataFrame:
@@ -44,26 +74,36 @@ def metrics(entry: Entry) -> list[str]:
 
 
 def per_run(runs: Sequence[Run]) -> pd.DataFrame:
-    """Every run that enters a number: metric x selection rule -> value (a share of 1) and its (last) round."""
+    """Every run that enters a number: metric x selection rule -> value (a share of 1), its (last) round."""
     return frame(
         (
             {
-                "setting": s.number, "method": e.method, "label": e.label, "digest": run.digest, "seed": run.seed,
-                "status": run.status, "metric": metric, "rule": rule.name, "value": rule(e.rows(run), metric),
+                "setting": s.number,
+                "method": e.method,
+                "label": e.label,
+                "digest": run.digest,
+                "seed": run.seed,
+                "status": run.status,
+                "metric": metric,
+                "rule": rule.name,
+                "value": rule(e.rows(run), metric),
                 "round": rule.round(e.rows(run)),
             }
-            for s in settings(runs) for e in s.entries for run in e.used for metric in metrics(e)
+            for s in settings(runs)
+            for e in s.entries
+            for run in e.used
+            for metric in metrics(e)
             for rule in RULES.values()
         ),
         PER_RUN,
-    )  # fmt: skip
+    )
 
 
 def accuracy(runs: Sequence[Run]) -> pd.DataFrame:
     """Setting x method x metric x selection rule -> mean and spread over the seeds, as shares of 1.
 
-    `n` counts the seeds that have the metric; `sd` is missing for fewer than two. A method without a usable run has
-    n = 0 and its fate in `status`.
+    `n` counts the seeds that have the metric; `sd` is missing for fewer than two. A method without a usable
+    run has n = 0 and its fate in `status`.
     """
     return frame(
         (
@@ -79,8 +119,13 @@ def accuracy(runs: Sequence[Run]) -> pd.DataFrame:
 
 def head(setting: Setting, entry: Entry) -> dict[str, Any]:
     """What tells a row of a tidy table from the others, and whether its runs finished."""
-    return {"setting": setting.number, "method": entry.method, "label": entry.label,
-            "finished": entry.finished, "status": entry.state}  # fmt: skip
+    return {
+        "setting": setting.number,
+        "method": entry.method,
+        "label": entry.label,
+        "finished": entry.finished,
+        "status": entry.state,
+    }
 
 
 def _over_seeds(entry: Entry, metric: str, rule: str, ddof: int) -> dict[str, Any]:
@@ -101,14 +146,14 @@ def _over_seeds(entry: Entry, metric: str, rule: str, ddof: int) -> dict[str, An
     }
 
 
-# ---- cost -----------------------------------------------------------------------------------------------------------
+# ---- cost -------------------------------------------------------------------------------------------------
 
 
 def cost(runs: Sequence[Run]) -> pd.DataFrame:
     """Setting x method -> communication (MB = 1e6 bytes), seconds and memory, means over the seeds.
 
-    `down_mb`, `up_mb`: per round and drawn client; `once_mb`: constants and the exchange before round 0, whole run;
-    `total_mb`: everything that crossed in the run; `seconds_*`: per round, `seconds_total`: the whole run.
+    `down_mb`, `up_mb`: per round and drawn client; `once_mb`: constants and the exchange before round 0;
+    `total_mb`: all that crossed in the run; `seconds_*`: per round, `seconds_total`: the whole run.
     """
     return frame(
         ({**head(s, e), "n": len(e.used), **_mean_cost(e)} for s in settings(runs) for e in s.entries), COST
@@ -164,7 +209,7 @@ def _per(value: float | None, by: float) -> float | None:
     return None if value is None or not by else value / by
 
 
-# ---- cells ----------------------------------------------------------------------------------------------------------
+# ---- cells ------------------------------------------------------------------------------------------------
 
 
 class Cells:
@@ -189,7 +234,9 @@ class Cells:
     def highest(self, labels: Sequence[str], metric: str, rule: str) -> set[str]:
         """Which finished methods have the highest mean as printed; none if fewer than two can be compared."""
         rows = {label: self.row(label, metric, rule) for label in labels}
-        shown = {k: f"{100 * r['mean']:.2f}" for k, r in rows.items() if r["mean"] is not None and r["finished"]}
+        shown = {
+            k: f"{100 * r['mean']:.2f}" for k, r in rows.items() if r["mean"] is not None and r["finished"]
+        }
         top = max(map(float, shown.values()), default=0.0)
         return {k for k, v in shown.items() if float(v) == top} if len(shown) > 1 else set()
 
@@ -204,7 +251,7 @@ def over(counts: Iterable[int], ddof: int) -> str:
     several = sorted({n for n in counts if n > 1})
     by = "n-1" if ddof else "n"
     if not several:
-        return "no ±: one seed"
+        return "One seed, hence no ±"
     return f"±: sd over {several[0] if len(several) == 1 else 'the n'} seeds, {by}"
 
 
@@ -212,16 +259,27 @@ def terminal(runs: Sequence[Run]) -> Table:
     """The headline numbers for the terminal: one row per setting and method."""
     made, tidy = settings(runs), accuracy(runs)
     has_pm = bool(tidy.loc[tidy["metric"].isin(WEIGHTINGS), "mean"].notna().any())
-    table = Table(title="Accuracy, %", caption_justify="left")
-    heads = ["method", *(f"GM {r.label}" for r in RULES.values()), *(["PM(V) last round"] if has_pm else []), "n"]
-    for name in [*heads, "status"]:
-        table.add_column(Text(name), justify="left" if name in ("method", "status") else "right")
+    table = Table(
+        title="Accuracy, %",
+        caption_justify="left",
+        box=box.SIMPLE_HEAD,
+        pad_edge=False,
+        collapse_padding=True,
+    )
+    heads = [
+        "method",
+        *(f"GM {r.short}" for r in RULES.values()),
+        *(["PM(V) last"] if has_pm else []),
+        "n",
+    ]
+    for name in [*(["setting"] if len(made) > 1 else []), *heads, "status"]:
+        worded = name in ("method", "status")
+        width = 12 if name[:2] in ("GM", "PM") else 8 if worded else None
+        table.add_column(Text(name), justify="left" if worded else "right", min_width=width)
     for s in made:
-        if s.differs:
-            table.add_section()
-            table.add_row(Text(", ".join(f"{k}={v}" for k, v in s.differs.items()), style="italic"))
         for cells in _terminal_rows(s, Cells(tidy, s.number), has_pm):
-            table.add_row(*cells)
+            table.add_row(*([Text(str(s.number))] if len(made) > 1 else []), *cells)
+        table.add_section()
     table.caption = Text(_caption(made, tidy))
     return table
 
@@ -242,6 +300,13 @@ def _terminal_rows(setting: Setting, cells: Cells, has_pm: bool) -> Iterable[lis
 def _caption(made: Sequence[Setting], tidy: pd.DataFrame) -> str:
     counted = [int(n) for n in tidy.loc[tidy["metric"] == "gm", "n"]]
     parts = [over(counted, made[0].ddof if made else 1), "bold: highest mean of the headline"]
-    if any(r.get("gm") is None for s in made for e in s.entries for run in e.used for r in evaluated(run.rounds)):
+    if any(
+        r.get("gm") is None for s in made for e in s.entries for run in e.used for r in evaluated(run.rounds)
+    ):
         parts.append(f"{MISSING}: not measured or not defined")
-    return "; ".join(parts)
+    lines = [
+        f"setting {s.number}: {', '.join(f'{k}={v}' for k, v in s.differs.items())}"
+        for s in made
+        if s.differs
+    ]
+    return "\n".join([*lines, "; ".join(parts)])

@@ -86,7 +86,7 @@ def test_against_pixel_loops(augment: tuple[str, ...]) -> None:
     numbers = [[]] * 12 if drawn is None else drawn.tolist()
     wanted = np.stack([by_hand(augment, x[k].numpy(), list(numbers[k])) for k in range(12)])
     got = pipeline.train(x, drawn)
-    assert got.is_contiguous() and got.dtype == torch.float32
+    assert got.is_contiguous(memory_format=torch.channels_last) and got.dtype == torch.float32
     assert torch.equal(got, torch.from_numpy(wanted).permute(0, 3, 1, 2).float())
 
 

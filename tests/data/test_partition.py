@@ -1,4 +1,5 @@
-"""Partitions against the published check sums, literal re-writings of the schemes, and their general properties."""
+"""Partitions against the published check sums, literal re-writings of the schemes, and their general
+properties."""
 
 from __future__ import annotations
 
@@ -117,7 +118,8 @@ def test_the_original_would_loop_for_ever() -> None:
         ({"alpha_convention": "totl"}, "did you mean 'total'"),
         ({"alpha_convention": "total"}, "dir_client"),
         ({"classes": 9}, "0..8"),
-        ({"beta": 1e-320}, "larger beta"),
+        ({"beta": 1e-320}, "nearer to 1"),
+        ({"beta": 1e308}, "nearer to 1"),
     ],
 )
 def test_settings_that_cannot_work(change: dict[str, Any], words: str) -> None:
@@ -126,7 +128,7 @@ def test_settings_that_cannot_work(change: dict[str, Any], words: str) -> None:
         partition(DIGITS, **(good | change))
 
 
-# ------------------------------------------------------------------------------------------- literal re-writings
+# --------------------------------------------------------------------------------------- literal re-writings
 
 
 def dir_client_one_by_one(y: np.ndarray, clients: int, k: int, beta: float, seed: int) -> list[list[int]]:
@@ -207,7 +209,7 @@ def test_min_size_zero_takes_the_first_attempt() -> None:
     assert made.attempts == 1 and made.min_size == 0 and made.note == ""
 
 
-# ----------------------------------------------------------------------------------------------------- properties
+# ------------------------------------------------------------------------------------------------ properties
 
 
 @settings(max_examples=60, deadline=None)
@@ -291,7 +293,7 @@ def test_skew_by_hand() -> None:
     assert one.skew.label_entropy_normalised == pytest.approx(1) and one.skew.size_cv == 1
 
 
-# ----------------------------------------------------------------------------------------------------------- files
+# ----------------------------------------------------------------------------------------------------- files
 
 
 @pytest.mark.parametrize("suffix", [".npz", ".json"])

@@ -7,11 +7,11 @@ from typing import Any
 import pytest
 import torch
 from harness import ENGINES, Harnessed, Quadratic, federation, quadratic
+from protofl.methods.fedavg import FedAvg
 from ragged import Shift, Tiny, digits, gap, identical, path, ragged, state
 from torch import Tensor
 
 from protofl.federation import RunServer
-from protofl.methods.fedavg import FedAvg
 from protofl.nets import build
 from protofl.options import fields
 from protofl.protocol import Protocol
@@ -30,7 +30,13 @@ VECTORS = [
 @engines
 @pytest.mark.parametrize(("rho", "decay", "first", "second", "by_size", "uniform"), VECTORS)
 def test_quadratic(
-    engine: str, rho: float, decay: float, first: list[float], second: list[float], by_size: float, uniform: float
+    engine: str,
+    rho: float,
+    decay: float,
+    first: list[float],
+    second: list[float],
+    by_size: float,
+    uniform: float,
 ) -> None:
     def fed(**kw: Any) -> Harnessed:
         return quadratic(FedAvg(), engine=engine, momentum=rho, weight_decay=decay, **kw)
@@ -42,7 +48,9 @@ def test_quadratic(
 
 @engines
 def test_server_lr_damps(engine: str) -> None:
-    assert float(quadratic(FedAvg(), engine=engine, server_lr=0.5).run().shared.net.w) == pytest.approx(0.582875)
+    assert float(quadratic(FedAvg(), engine=engine, server_lr=0.5).run().shared.net.w) == pytest.approx(
+        0.582875
+    )
 
 
 @engines
@@ -98,7 +106,7 @@ def test_clip(engine: str, g: tuple[int, int], wanted: tuple[float, float]) -> N
     assert (-fed.shared.net.w).tolist() == pytest.approx(wanted, abs=5e-9)
 
 
-# ---- equal by construction, and what an option changes --------------------------------------------------------------
+# ---- equal by construction, and what an option changes
 
 
 @engines
@@ -107,29 +115,44 @@ def test_equal_by_construction(engine: str) -> None:
         return ragged(FedAvg(), engine=engine, participation=0.5, **kw).run()
 
     base = fed()
-    for same in (dict(bn_buffers="local"), dict(short_client="skip"), dict(lr_decay_offset=1)):
+    for same in ({"bn_buffers": "local"}, {"short_client": "skip"}, {"lr_decay_offset": 1}):
         assert identical(state(fed(**same)), state(base)), same
-    for same in (dict(optimizer_reset="never"), dict(optimizer_reset="per_round")):
+    for same in ({"optimizer_reset": "never"}, {"optimizer_reset": "per_round"}):
         assert identical(fed(**same, momentum=0.0).shared, fed(momentum=0.0).shared), same
-    halves = dict(n=(20, 20), engine=engine)
+    halves = {"n": (20, 20), "engine": engine}
     weighted = [quadratic(FedAvg(), model_weighting=w, **halves).run() for w in ("data_size", "uniform")]
     assert identical(weighted[0].shared, weighted[1].shared)
 
 
 @engines
 def test_momentum_lives_for_one_round_unless_never(engine: str) -> None:
-    # One client, w^0 = 0, h = a = 1, one step of 0.1 a round: 0.1, then 0.19 with a fresh buffer, 0.28 with the old.
+    # w^0 = 0, h = a = 1, one step of 0.1 a round: 0.1, then 0.19 with a fresh buffer, 0.28 with the old one.
     for reset, wanted in (("per_round", 0.19), ("never", 0.28)):
-        fed = quadratic(FedAvg(), rows=((1, 1),), n=(4,), engine=engine, momentum=0.9, local_epochs=1, rounds=2,
-                        optimizer_reset=reset).run()  # fmt: skip
+        fed = quadratic(
+            FedAvg(),
+            rows=((1, 1),),
+            n=(4,),
+            engine=engine,
+            momentum=0.9,
+            local_epochs=1,
+            rounds=2,
+            optimizer_reset=reset,
+        ).run()
         assert float(fed.shared.net.w) == pytest.approx(wanted)
 
 
 @engines
 def test_decay_begins_at_the_offset(engine: str) -> None:
     for offset, wanted in ((0, 0.1), (1, 0.09)):
-        fed = quadratic(FedAvg(), rows=((1, 1),), n=(4,), engine=engine, local_epochs=1, lr_decay_per_round=0.9,
-                        lr_decay_offset=offset).run()  # fmt: skip
+        fed = quadratic(
+            FedAvg(),
+            rows=((1, 1),),
+            n=(4,),
+            engine=engine,
+            local_epochs=1,
+            lr_decay_per_round=0.9,
+            lr_decay_offset=offset,
+        ).run()
         assert float(fed.shared.net.w) == pytest.approx(wanted)
 
 
@@ -137,7 +160,9 @@ def test_decay_begins_at_the_offset(engine: str) -> None:
 def test_buffers_of_a_normalised_net(engine: str) -> None:
     average = ragged(FedAvg(), Tiny(norm=True), engine=engine).run()
     net = average.shared.net
-    assert int(net["encoder.num_batches_tracked"]) == 3 * 2 * 4  # the longest client: 4 batches, 2 epochs, 3 rounds
+    assert (
+        int(net["encoder.num_batches_tracked"]) == 3 * 2 * 4
+    )  # the longest client: 4 batches, 2 epochs, 3 rounds
     share = average.last.uploads[0].net["encoder.running_mean"]
     assert not torch.equal(net["encoder.running_mean"], share)
     local = ragged(FedAvg(), Tiny(norm=True), engine=engine, bn_buffers="local").run()
@@ -147,7 +172,11 @@ def test_buffers_of_a_normalised_net(engine: str) -> None:
     assert int(own["encoder.num_batches_tracked"]) == 3 * 2 * 1
     floats = sum(v.numel() for k, v in net.items() if not k.startswith("encoder.r") and "num" not in k)
     assert local.last.bytes == {"down": 7 * 4 * floats, "up": 7 * 4 * floats, "once": 0}
-    assert average.last.bytes == {"down": 7 * (4 * (floats + 8) + 8), "up": 7 * (4 * (floats + 8) + 8), "once": 0}
+    assert average.last.bytes == {
+        "down": 7 * (4 * (floats + 8) + 8),
+        "up": 7 * (4 * (floats + 8) + 8),
+        "once": 0,
+    }
 
 
 @engines
@@ -160,7 +189,7 @@ def test_personal_model_is_the_client_s_own(engine: str) -> None:
     assert float(fed.global_model().tree.w) == pytest.approx(1.16575)
 
 
-# ---- traps ----------------------------------------------------------------------------------------------------------
+# ---- traps
 
 
 @engines
@@ -185,7 +214,7 @@ def test_every_open_choice_is_a_protocol_field() -> None:
     assert set(FedAvg.open_fields) <= set(fields(Protocol)) and not fields(FedAvg)
 
 
-# ---- bytes and end to end ----------------------------------------------------------------------------------------
+# ---- bytes and end to end
 
 
 @pytest.mark.parametrize(
@@ -209,6 +238,6 @@ def test_digits(engine: str) -> None:
 
 
 def test_engines_agree() -> None:
-    for kw in (dict(), dict(augment=Shift(), grad_clip_norm=0.5, participation=0.5, drop_last=True)):
+    for kw in ({}, {"augment": Shift(), "grad_clip_norm": 0.5, "participation": 0.5, "drop_last": True}):
         a, b = (ragged(FedAvg(), engine=e, **kw).run() for e in ENGINES)
         assert gap(state(a), state(b)) < 1e-12 and a.bytes == b.bytes

@@ -1,0 +1,537 @@
+"""FedCSPC: clients send cluster-level prototypes, on which the server calibrates projection and output layer.
+
+Qi, Meng, Chen, Hu, Lin and Meng, "Cross-silo prototypical calibration for federated learning with non-IID
+data", ACM Multimedia 2023 (arXiv 2308.03457). h = E(x), z = H(h), logits F(z); U_c: global class prototypes.
+
+    paper                                               here
+    local: CE + kappa (L_P + L_A + L_Ed)                `loss`, with relations.py
+    data prototypical modelling: k-means of a class,    `represent`, with clusters.py
+        means of random subsets of its clusters
+    U_c, means of the pooled prototypes                 `aggregate`
+    calibration: L_CE + eta (L_con + L_mar) on H, F     `calibrate`, `calibration_loss`, with calibration.py
+    exemplars e_c, fusion with the network's scores     `exemplars`, `three_scores`
+
+`Cspc` is a plug-in: it adds to whatever method stands behind it in the class statement (in the paper FedAvg or
+MOON). Equations were not at hand, their readings are options.
+
+Against the authors' code (qizhuang-qz/FedCSPC @e1630bf, which lacks files and cannot run): no clustering there,
+larger subsets with replacement (`n_clusters`, `sample_ratio`, `sample_replacement`); L_P alone (`local_reg`; with
+`reg_form`, `reg_weights` for its L_A and L_Ed); an auxiliary classifier on h (field `aux_classifier`); every
+client's last set, without the last short batch (`pool`, `proto_drop_last`); calibration by cross-entropy alone,
+its other losses in other forms (`calib_losses`, `con_form`, `tau_g`, `n_aug`, `neg_mix`); a fusion of raw logits
+(`fusion_norm`). Preset official_code restores these. Two faults there have no option: a margin loss whose norm
+runs over the batch, and the averaging of idle clients' old nets.
+
+Checked against: the paper's text, CIFAR-10, one subset per cluster: about 1.2 (beta 0.1) and 2.2 points (beta 0.5)
+above FedAvg; the code's RGA.py on three rows: L_A 0.053930, L_Ed 0.061985 (`reg_form=smooth_l1_code`).
+"""
+
+from __future__ import annotations
+
+import dataclasses
+import functools
+from collections.abc import Callable, Mapping
+from dataclasses import dataclass
+from typing import TYPE_CHECKING, Any, ClassVar
+
+import numpy as np
+import torch
+import torch.nn.functional as F
+from numpy.random import RandomState
+from torch import Tensor
+
+from protofl.errors import UserError
+from protofl.method import (
+    Batch,
+    Client,
+    Collect,
+    Method,
+    Model,
+    Noise,
+    Program,
+    Rows,
+    Server,
+    Task,
+    Train,
+    Tree,
+    View,
+    choice,
+    flag,
+    number,
+)
+
+from . import calibration, clusters, relations
+from .fedavg import FedAvg
+from .moon import MOON
+from .once import once
+from .prototypes import blank, unit
+
+if TYPE_CHECKING:
+    from protofl.nets import Net
+
+BATCH = 100  # of the calibration
+WEIGHT_DECAY = 1e-5  # of the calibration
+ALL_TRIPLETS = 64  # batches up to this size use all their triplets
+TRIES = 20  # halvings of a calibration's rate that blows up
+
+REGULARISERS: dict[str, tuple[str, ...]] = {
+    "P+A+E": ("point", "angle", "edge"),
+    "P": ("point",),
+    "P+A": ("point", "angle"),
+    "P+E": ("point", "edge"),
+    "none": (),
+}
+REG_WEIGHTS = {
+    "1/1/1": {"point": 1.0, "angle": 1.0, "edge": 1.0},
+    "1/0.2/0.2": {"point": 1.0, "angle": 0.2, "edge": 0.2},
+}
+BN_MODES = {"eval": "eval", "train": "train_frozen"}
+
+Fuse = Callable[[Tensor, Tensor, float], tuple[Tensor, Tensor]]
+
+
+def _raw(o: Tensor, q: Tensor, tau: float) -> tuple[Tensor, Tensor]:
+    return o, (q / tau).exp()
+
+
+def _softmax(o: Tensor, q: Tensor, tau: float) -> tuple[Tensor, Tensor]:
+    return o.softmax(-1), (q / tau).softmax(-1)
+
+
+def _l2(o: Tensor, q: Tensor, tau: float) -> tuple[Tensor, Tensor]:
+    return F.normalize(o, dim=-1, eps=1e-12), F.normalize(q.clamp_min(-1), dim=-1, eps=1e-12)
+
+
+def _minmax(o: Tensor, q: Tensor, tau: float) -> tuple[Tensor, Tensor]:
+    def scaled(v: Tensor) -> Tensor:
+        low = v.amin(-1, keepdim=True)
+        return (v - low) / (v.amax(-1, keepdim=True) - low).clamp_min(1e-12)
+
+    return scaled(o), scaled(q.clamp_min(-1))
+
+
+NORMS: dict[str, Fuse] = {"softmax": _softmax, "code_raw": _raw, "l2": _l2, "minmax": _minmax}
+"""Logits o and similarities q [rows, K] (-inf: no exemplar) made comparable."""
+
+
+@dataclass(frozen=True)
+class Cspc(Method):
+    """shared: + u_g Rows U [K, d]; private: exemplars Rows e [K, q], latest (sets by client), head (H, F).
+
+    upload: + u [N_i, d] prototypes, label [N_i] (and, if `ug_weighting` asks, owned [K_i] samples of its classes).
+    """
+
+    # fmt: off
+    n_clusters: int = number(
+        3, 1, 2, 4, low=1, why="k: middle of the paper's set; the code has one", source="CSPC 5")
+    kmeans_init: str = choice(
+        "kmeans++", "random", why="the paper is silent; never two equal starts", source="project")
+    kmeans_space: str = choice(
+        "raw", "l2norm", why="the paper is silent; l2norm: clusters of directions", source="project")
+    sample_ratio: float = number(
+        0.5, 0.8, 1.0, above=0, high=1, why="r: share of a cluster in a subset; code 0.8", source="CSPC 5")
+    sample_replacement: bool = flag(
+        False, why="a proportion names a subset; the code draws with replacement", source="CSPC 4")
+    min_samples_per_class: int = number(
+        5, 1, low=1, why="a smaller class sends one mean; 1: off", source="CSPC code")
+    n_repeat: int = number(
+        5, 0, 1, 2, 4, 8, 16, low=0, why="R: subsets per cluster; 0: FedAvg", source="CSPC 5, Fig. 5")
+    local_reg: str = choice(
+        "P+A+E", "P", "P+A", "P+E", "none", why="all three; the code runs P alone", source="CSPC 4")
+    reg_form: str = choice(
+        "abs", "smooth_l1_code", why="differences over different labels; code: all entries, smooth L1",
+        source="CSPC 4; code RGA.py")
+    reg_weights: str = choice(
+        "1/1/1", "1/0.2/0.2", why="of P, A, Ed: the paper has one kappa; code: the other", source="CSPC 4")
+    max_triplets: Any = number(
+        512, 4096, words=("all",), low=1, why="of a batch of more than 64; the paper is silent",
+        source="project")
+    kappa: float = number(
+        0.5, 0.01, 0.05, 0.1, low=0, why="weight of P + A + Ed: of the paper's set the code's value",
+        source="CSPC 5; code mu")
+    tau_l: float = number(
+        0.5, above=0, why="temperature of L_P", source="CSPC 5; code temperature")
+    pos_mix: str = choice(
+        "from_partner", "from_anchor", why="extrapolation beyond the partner, p + lam_u (p - u), as in the code; "
+        "beyond the anchor it would lie nearer than the partner", source="CSPC 4 (equation not at hand); code")
+    neg_mix: str = choice(
+        "toward_anchor", "toward_negative", why="positive information goes into negatives; code: the other",
+        source="CSPC 4")
+    mix_scope: str = choice(
+        "same_client", "any", why="partners from the local prototype set", source="CSPC 4; code")
+    n_aug: int = number(
+        5, 1, 3, 7, 9, low=1, why="artificial pairs per prototype; code: one", source="CSPC 5")
+    lam_u: float = number(
+        0.5, 0.1, 0.3, low=0, high=1, why="mixing weight: of the paper's set the code's value",
+        source="CSPC 5; code posi_lambda, nega_lambda")
+    margin_metric: str = choice(
+        "l2", "cosine", why="a triplet loss on z; the code's norm runs over the batch", source="CSPC 4")
+    alpha: float = number(
+        1.0, low=0, why="margin of L_mar", source="CSPC 5; code margin")
+    con_form: str = choice(
+        "weighted", "supcon_code", why="weighted by source; code: not, and with the anchor itself",
+        source="CSPC 4")
+    tau_g: float = number(
+        0.5, 0.07, above=0, why="temperature of L_con; code 0.07", source="CSPC 5")
+    sigma_mode: str = choice(
+        "pull_push", "denominator", "exp_both", "term", "none", why="place of the source weight: only here it "
+        "favours both pulling across and pushing within sources", source="CSPC 4 (equation not at hand)")
+    calib_losses: str = choice(
+        "ce+con+mar", "ce", "ce+con", "ce+mar", why="all three; the code's command runs ce alone",
+        source="CSPC 4")
+    eta: float = number(
+        0.1, 0.01, 0.05, 0.5, low=0, why="weight of L_con + L_mar: of the paper's set the code's value",
+        source="CSPC 5; code re_mu, re_beta")
+    calib_epochs: int = number(
+        100, 0, 10, 50, low=0, why="the paper is silent", source="CSPC code")
+    calib_lr_schedule: str = choice(
+        "code", "const_0.01", why="falls with rounds and epochs", source="CSPC code re_training.py:37-44")
+    calib_lr_clock: str = choice(
+        "absolute", "fraction", why="falls after rounds 5 and 40, or the same shares of T", source="CSPC code")
+    calib_init: str = choice(
+        "averaged", "previous_calibrated", why="where (H, F) start", source="CSPC code")
+    exemplar: str = choice(
+        "correct_only", "all", why="means of the prototypes that are classified correctly", source="CSPC code")
+    ug_weighting: str = choice(
+        "per_prototype", "per_client", "per_sample", why="what counts equally in U_c", source="CSPC code")
+    fusion_norm: str = choice(
+        "softmax", "code_raw", "l2", "minmax", why="the paper's Norm() is not specified; code: logits, exp",
+        source="CSPC 4; code")
+    tau_f: float = number(
+        0.5, 0.1, 1.0, above=0, why="temperature of the exemplars", source="CSPC code temp_final")
+    lam_p: float = number(
+        0.1, 0.0, 0.3, 0.5, 1.0, low=0, high=1, why="weight of the network in the fusion",
+        source="CSPC 5; code final_weights")
+    proto_bn_mode: str = choice(
+        "eval", "train", why="of the pass that is clustered; train: batch statistics", source="CSPC code")
+    proto_transform: str = choice(
+        "train", "test", why="augmented samples are clustered", source="CSPC code")
+    proto_drop_last: bool = flag(
+        False, why="a dropped batch can lose a class; the code drops it", source="project")
+    pool: str = choice(
+        "round", "latest_all", why="sets of this round; code: the last set of every client", source="CSPC 4")
+    # fmt: on
+
+    # ---- client: three regularisers of h -------------------------------------------------------------------
+
+    def loss(self, net: Net, w: Tree, batch: Batch, view: View) -> tuple[Tensor, Tree]:
+        """The loss of the method behind this plug-in + kappa (L_P + L_A + L_Ed)."""
+        net = once(net)  # both read the same h
+        returned = super().loss(net, w, batch, view)  # type: ignore[misc]
+        loss, terms = returned if isinstance(returned, tuple) else (returned, Tree())
+        if not self.n_repeat or self.local_reg == "none":
+            return loss, terms
+        mine = self.regularisers(net.encode(w, batch.x), batch, view.shared.u_g)
+        weights = REG_WEIGHTS[self.reg_weights]
+        return loss + self.kappa * torch.stack([weights[k] * v for k, v in mine.items()]).sum(), terms | mine
+
+    def regularisers(self, h: Tensor, batch: Batch, table: Rows) -> Tree:
+        """The terms in use by name, of a batch of embeddings h [rows, d]. batch.noise chooses triplets, None: all."""
+        at = relations.places(h, batch.y, batch.mask, table)
+        out = Tree(point=relations.point(at, table, self.tau_l))
+        shapes = relations.lengths(at.h), relations.lengths(at.u)
+        for name in REGULARISERS[self.local_reg][1:]:
+            if name == "angle" and batch.noise is not None:
+                out[name] = relations.sampled_angle(at, batch.noise)
+            else:
+                out[name] = relations.FORMS[self.reg_form][name](at, *shapes)
+        return out
+
+    def samples_triplets(self, batch_size: int) -> bool:
+        """Whether batches are so large that L_A reads a sample of their triplets."""
+        angle = "angle" in REGULARISERS[self.local_reg] and self.reg_form == "abs"
+        return angle and self.n_repeat > 0 and batch_size > ALL_TRIPLETS and self.max_triplets != "all"
+
+    def with_triplets(self, client: Client, program: Program) -> Program:
+        """The same program, whose training with this loss receives the uniform numbers that choose triplets."""
+        stream, answer = client.stream("fedcspc", "triplets"), None
+        while True:
+            try:
+                request = program.send(answer)
+            except StopIteration as stop:
+                return stop.value
+            if isinstance(request, Train) and request.loss == self.loss:
+                request = dataclasses.replace(request, noise=Noise((self.max_triplets,)), stream=stream)
+            answer = yield request
+
+    # ---- client: prototypes --------------------------------------------------------------------------------
+
+    def local(self, client: Client, shared: Tree, own: Tree) -> Program:
+        program = super().local(client, shared, own)
+        if self.samples_triplets(client.task.protocol.batch_size):
+            program = self.with_triplets(client, program)
+        upload, changed = yield from program
+        if not self.n_repeat:
+            return upload, changed
+        rows, read = yield Collect(
+            upload.net,
+            self.encoded,
+            mode=self.collect_mode(client.task.net, upload.net),
+            augment=self.proto_transform == "train",
+            drop_last=self.proto_drop_last,
+            stream=client.stream("fedcspc", "survey"),
+        )
+        return upload | self.represent(client, rows.h, client.y[read.to(client.y.device)]), changed
+
+    def collect_mode(self, net: Net, w: Tree) -> str:
+        """Without batch normalisation nobody sees batches: then samples are read in order, whatever the option says."""
+        return BN_MODES[self.proto_bn_mode] if w.only(net.buffers) else "eval"
+
+    def encoded(self, net: Net, w: Tree, batch: Batch, view: View) -> Tree:
+        """h of every row."""
+        return Tree(h=net.encode(w, batch.x))
+
+    def represent(self, client: Client, h: Tensor, y: Tensor) -> Tree:
+        """Prototypes u [N_i, d] and their label [N_i], of the client's embeddings h [n, d] with classes y [n]."""
+        rows, labels = h.double().cpu().numpy(), y.cpu().numpy()
+        classes = np.unique(labels).tolist()
+        parts = [
+            self.class_prototypes(rows[labels == c], client.stream("fedcspc", "kmeans", c)) for c in classes
+        ]
+        sizes = torch.tensor([len(p) for p in parts])
+        out = Tree(
+            u=torch.from_numpy(np.concatenate(parts)).to(h.device, h.dtype),
+            label=torch.tensor(classes).repeat_interleave(sizes).to(h.device),
+        )
+        if self.ug_weighting == "per_sample":
+            out["owned"] = client.counts[classes].to(torch.int64)
+        return out
+
+    def class_prototypes(self, rows: clusters.Rows, stream: RandomState) -> clusters.Rows:
+        """Prototypes [p, d] of one class with embeddings rows [n, d], by cluster, then by repeat."""
+        if len(rows) < self.min_samples_per_class:
+            return rows.mean(0, keepdims=True)  # type: ignore[no-any-return]
+        labels = clusters.kmeans(
+            rows, self.n_clusters, stream, init=self.kmeans_init, unit=self.kmeans_space == "l2norm"
+        )
+        means = [
+            clusters.subset_means(
+                rows[labels == j], stream,
+                ratio=self.sample_ratio, repeats=self.n_repeat, replacement=self.sample_replacement,
+            )
+            for j in np.unique(labels)
+        ]  # fmt: skip
+        return np.concatenate(means)
+
+    # ---- server --------------------------------------------------------------------------------------------
+
+    def start(self, task: Task) -> tuple[Tree, Tree]:
+        shared, private = super().start(task)
+        net = task.net
+        if not shared.get("net", Tree()).only(net.head):
+            raise UserError(
+                f"cspc calibrates the server's output layer, {type(self).__name__} has none there; "
+                f"methods that share the whole network have (fedavg, fedprox, moon)"
+            )
+        u_g = blank(task.classes, net.encoded, task.initial)
+        exemplars = blank(task.classes, net.projected or net.encoded, task.initial)
+        return shared | Tree(u_g=u_g), private | Tree(exemplars=exemplars)
+
+    def aggregate(
+        self, server: Server, shared: Tree, private: Tree, uploads: list[Tree]
+    ) -> tuple[Tree, Tree]:
+        changed, kept = super().aggregate(server, shared, private, uploads)
+        if not self.n_repeat:
+            return changed, kept
+        sets = Tree(
+            {
+                str(i): u.like(k for k in ("u", "label", "owned") if k in u)
+                for i, u in zip(server.ids, uploads)
+            }
+        )
+        if self.pool == "latest_all":
+            sets = private.get("latest", Tree()) | sets
+            kept = kept | Tree(latest=sets)
+        pool = pooled(sets)
+        head = self.calibrate(server, self.head_start(server.task.net, changed.net, private), pool)
+        if self.calib_init == "previous_calibrated":
+            kept = kept | Tree(head=head)
+        net = changed.net | head
+        u_g = calibration.class_table(pool.u, pool.label, self.importance(pool), shared.u_g)
+        exemplars = self.exemplars(server.task.net, net, pool, private.exemplars)
+        return changed | Tree(net=net, u_g=u_g), kept | Tree(exemplars=exemplars)
+
+    def importance(self, pool: Tree) -> Tensor:
+        """[N] weight of every pooled prototype in U."""
+        if self.ug_weighting == "per_prototype":
+            return torch.ones_like(pool.u[:, 0])
+        alike = calibration.neighbours(pool.label, pool.source, same_client=True)[0].size
+        return (pool.owned if self.ug_weighting == "per_sample" else 1) / alike.to(pool.u.dtype)
+
+    def head_start(self, net: Net, averaged: Tree, private: Tree) -> Tree:
+        """(H, F) that the calibration starts from."""
+        if self.calib_init == "previous_calibrated" and "head" in private:
+            return private.head  # type: ignore[no-any-return]
+        return averaged.only(f"({net.projection}|{net.head})")
+
+    def calibrate(self, server: Server, head: Tree, pool: Tree) -> Tree:
+        """(H, F) after `calib_epochs` on the pool. A rate that blows up is halved, with the same draws."""
+        if not self.calib_epochs or not finite(head | Tree(u=pool.u)):  # a diverged run stays what it is
+            return head
+        mine, tables = calibration.neighbours(pool.label, pool.source, self.mix_scope == "same_client")
+        request = Train(
+            head,
+            self.calibration_loss,
+            const=tables | Tree(u=pool.u),
+            noise=Noise((self.n_aug, 2), per="row"),
+        )
+        for tries in range(TRIES):
+            trained = server.train(
+                request, Tree(u=pool.u, source=pool.source) | mine, pool.label, batch_size=BATCH,
+                epochs=self.calib_epochs, lr=functools.partial(self.calibration_rate, server, 0.5**tries),
+                weight_decay=WEIGHT_DECAY, stream=server.stream("fedcspc", "calib"),
+            )  # fmt: skip
+            if finite(trained):
+                return trained
+        raise RuntimeError(
+            f"cspc: the calibration of round {server.round} is not finite even at a 2^{TRIES - 1}th of its learning rate"
+        )
+
+    def calibration_rate(self, server: Server, share: float, epoch: int) -> float:
+        """Learning rate of an epoch of the calibration."""
+        if self.calib_lr_schedule == "const_0.01":
+            return 0.01 * share
+        base = calibration.base_rate(server.round, server.rounds, self.calib_lr_clock)
+        return calibration.rate(epoch, base) * share
+
+    def calibration_loss(self, net: Net, w: Tree, batch: Batch, view: View) -> tuple[Tensor, Tree]:
+        """L_CE + eta (L_con + L_mar); batch.x: rows of the pool, batch.noise [rows, n_aug, 2] chooses partners."""
+        u, source = batch.x.u, batch.x.source
+        z = net.project(w, u)
+        loss = batch.mean(F.cross_entropy(net.classify(w, u, z), batch.y, reduction="none"))
+        terms = Tree(calib_ce=loss)
+        if "con" in self.calib_losses:
+            terms["calib_con"] = self.contrast_sources(z, batch.y, source, batch.mask)
+            loss = loss + self.eta * terms["calib_con"]
+        if "mar" in self.calib_losses:
+            terms["calib_mar"] = self.margin_of(net, w, z, batch, view.const)
+            loss = loss + self.eta * terms["calib_mar"]
+        return loss, terms
+
+    def contrast_sources(self, z: Tensor, y: Tensor, source: Tensor, mask: Tensor) -> Tensor:
+        """L_con in the form asked for."""
+        if self.con_form == "supcon_code":
+            return calibration.contrast_code(z, y, mask, self.tau_g)
+        return calibration.contrast(z, y, source, mask, self.tau_g, self.sigma_mode)
+
+    def margin_of(self, net: Net, w: Tree, z: Tensor, batch: Batch, pool: Tree) -> Tensor:
+        """L_mar between the batch's z and artificial positives and negatives of prototypes of the pool."""
+        partner = calibration.friends(batch.x, pool.kin, batch.noise[..., 0])
+        stranger, found = calibration.foes(batch.x, pool.kin, batch.noise[..., 1])
+        anchor = batch.x.u[:, None]
+        mixed = torch.stack(
+            [
+                calibration.POSITIVE[self.pos_mix](anchor, pool.u[partner], self.lam_u),
+                calibration.NEGATIVE[self.neg_mix](anchor, pool.u[stranger], self.lam_u),
+            ]
+        )
+        pos, neg = net.project(w, mixed.flatten(0, 2)).unflatten(0, mixed.shape[:3])
+        valid = found * batch.mask
+        return calibration.margin(z, pos, neg, self.alpha, self.margin_metric, valid)
+
+    def exemplars(self, net: Net, w: Tree, pool: Tree, old: Rows) -> Rows:
+        """e_c [K, q]: mean of z over the prototypes of a class that the calibrated head gets right, if any."""
+        z = net.project(w, pool.u)
+        right = net.classify(w, pool.u, z).argmax(1) == pool.label
+        table = calibration.class_table(z, pool.label, torch.ones_like(z[:, 0]), old)
+        if self.exemplar == "all":
+            return table
+        return calibration.class_table(z, pool.label, right.to(z.dtype), table)
+
+    # ---- what is evaluated ---------------------------------------------------------------------------------
+
+    def global_model(self, shared: Tree, private: Tree) -> Model:
+        fused = bool(private.exemplars.has.any())
+        return Model(
+            Tree(net=shared.net, exemplars=private.exemplars),
+            self.three_scores if fused else self.network_alone,
+            "network",
+        )
+
+    def three_scores(self, net: Net, tree: Tree, x: Tensor) -> dict[str, Tensor | None]:
+        """Of the network, of the exemplars, and of both [rows, K]."""
+        r = net.encode(tree.net, x)
+        z = net.project(tree.net, r)
+        return self.fused(net.classify(tree.net, r, z), z, tree.exemplars)
+
+    def fused(self, o: Tensor, z: Tensor, exemplars: Rows) -> dict[str, Tensor | None]:
+        """lam_p N(o) + (1 - lam_p) N(cos(z, e)); o [rows, K], z [rows, q]."""
+        cosines = unit(z, relations.LEAST) @ unit(exemplars.values, relations.LEAST).mT
+        q = torch.where(exemplars.has, cosines, -torch.inf)
+        network, exemplar = NORMS[self.fusion_norm](o, q, self.tau_f)
+        return {"fused": self.lam_p * network + (1 - self.lam_p) * exemplar, "network": o, "exemplar": q}
+
+    def network_alone(self, net: Net, tree: Tree, x: Tensor) -> dict[str, Tensor | None]:
+        """Without any exemplar there is nothing to fuse."""
+        o = net(tree.net, x)
+        return {"fused": o.softmax(-1), "network": o, "exemplar": None}
+
+    def prototypes(self, shared: Tree, private: Tree) -> Rows | None:
+        return shared.u_g  # type: ignore[no-any-return]
+
+    def client_prototypes(self, upload: Tree) -> tuple[Tensor, Tensor] | None:
+        return (upload.u, upload.label) if "u" in upload else None
+
+
+def pooled(sets: Tree) -> Tree:
+    """Clients' sets by id -> u [N, d], label, source [N] (and owned [N]: the client's samples of the class)."""
+    ids = sorted(sets, key=int)
+    parts = [sets[i] for i in ids]
+    out = Tree(
+        u=torch.cat([p.u for p in parts]),
+        label=torch.cat([p.label for p in parts]),
+        source=torch.cat([torch.full_like(p.label, int(i)) for i, p in zip(ids, parts)]),
+    )
+    if "owned" in parts[0]:
+        counts = [p.owned[torch.unique_consecutive(p.label, return_inverse=True)[1]] for p in parts]
+        out["owned"] = torch.cat(counts)
+    return out
+
+
+def finite(tree: Tree) -> bool:
+    """Whether every number is."""
+    return all(bool(v.isfinite().all()) for v in tree.values())
+
+
+@dataclass(frozen=True)
+class FedCSPC(Cspc, FedAvg):
+    """The paper's method: the plug-in on FedAvg."""
+
+    preset: str = choice(
+        "paper",
+        "official_code",
+        why="explicit text before code; bugs of the code are never a default",
+        source="project",
+    )
+    local_base: str = choice("ce", "moon", why="moon: MOON's loss and state at the clients, with this setting's mu and "
+                             "temperature: the same run as moon+cspc", source="CSPC 5")  # fmt: skip
+
+    presets: ClassVar[Mapping[str, Mapping[str, Any]]] = {
+        "paper": {},
+        "official_code": {
+            "n_clusters": 1, "sample_ratio": 0.8, "sample_replacement": True, "local_reg": "P",
+            "proto_drop_last": True, "pool": "latest_all", "neg_mix": "toward_negative", "n_aug": 1,
+            "con_form": "supcon_code", "tau_g": 0.07, "calib_losses": "ce", "fusion_norm": "code_raw",
+        },
+    }  # fmt: skip
+    needs: ClassVar[Mapping[str, Mapping[str, Any]]] = {"official_code": {"aux_classifier": True}}
+    open_fields: ClassVar[tuple[str, ...]] = ("aux_classifier",)
+
+    def __post_init__(self) -> None:
+        if self.local_base == "moon":
+            raise UserError(
+                "fedcspc local_base=moon is another class: FedCSPC.build(options, setting) makes it"
+            )
+
+    @classmethod
+    def build(cls, options: Mapping[str, Any], setting: Callable[[str], Mapping[str, Any]]) -> Method:
+        """local_base=moon: the plug-in on MOON, which takes its own values from the setting."""
+        if options.get("local_base") != "moon":
+            return cls(**options)
+        mine = {k: v for k, v in options.items() if k not in ("local_base", "preset")}
+        return MoonCSPC(**{**setting("moon"), **mine})
+
+
+@dataclass(frozen=True)
+class MoonCSPC(Cspc, MOON):
+    """The plug-in on MOON."""

@@ -1,0 +1,176 @@
+"""The batched engine equals the loop, for every method and every reading of every option."""
+
+from __future__ import annotations
+
+import dataclasses
+from typing import Any
+
+import pytest
+import torch
+
+from harness import ENGINES
+from protofl import options, registry
+from protofl.engine import batched as engine_module, choose
+from protofl.engine.batched import Batched
+from protofl.errors import UserError
+from protofl.tree import Tree
+from toy import ToyBN, build, everything, gap, outputs, toy
+
+TOLERANCE = 1e-10
+QUICK = {"fedcspc": {"calib_epochs": 3}}
+
+
+def readings() -> list[tuple[str, dict[str, Any]]]:
+    """Every method with its defaults, and with every other reading of each option."""
+    out: list[tuple[str, dict[str, Any]]] = []
+    for name in registry.names():
+        out.append((name, {}))
+        for option, field in options.fields(registry.load(name)).items():
+            others = [r for r in options.option(field).readings if r != field.default]
+            out += [(name, {option: r}) for r in others if (name, option) != ("fedcspc", "calib_epochs")]
+    return out
+
+
+def label(case: tuple[str, dict[str, Any]]) -> str:
+    return "-".join([case[0], *[f"{k}={v}" for k, v in case[1].items()]])
+
+
+def agree(method: Any, **fields: Any) -> None:
+    """Run under both engines; everything left behind, every score and every byte must agree."""
+    runs = [toy(method, engine=e, **fields).run() for e in ENGINES]
+    assert gap(*map(everything, runs)) < TOLERANCE
+    assert gap(*map(outputs, runs)) < TOLERANCE
+    assert runs[0].bytes == runs[1].bytes
+    for a, b in zip(*[r.terms for r in runs]):
+        assert a == pytest.approx(b, abs=TOLERANCE)
+
+
+@pytest.mark.parametrize("case", readings(), ids=label)
+def test_engines_agree(case: tuple[str, dict[str, Any]]) -> None:
+    name, given = case
+    try:
+        method = build(name, {**QUICK.get(name, {}), **given})
+        registry.check(method, toy("fedavg").protocol, ToyBN())
+    except UserError as refusal:
+        pytest.skip(f"refused: {refusal}")
+    agree(method, rounds=3 if not given else 2)
+
+
+@pytest.mark.parametrize("name", registry.names())
+@pytest.mark.parametrize(
+    "fields",
+    [
+        {"augment": False, "drop_last": True},
+        {"bn_buffers": "local"},
+        {"optimizer_reset": "never"},
+        {"server_lr": 0.5, "model_weighting": "uniform"},
+        {"grad_clip_norm": 0.0, "momentum": 0.0, "weight_decay": 0.0},
+        {"drop_last": True, "short_client": "skip", "participation": 1.0},
+        {"participation": 0.15},
+        {"batch_size": 1, "local_epochs": 1, "client_lr": 0.005},
+        {"crew": 2, "participation": 1.0},
+    ],
+    ids=str,
+)
+def test_engines_agree_under_protocol(name: str, fields: dict[str, Any]) -> None:
+    agree(build(name, QUICK.get(name)), rounds=2, **fields)
+
+
+def test_crew_size_is_seen_in_rounding_alone() -> None:
+    a, b = (toy("fedavg", engine="batched", crew=c, participation=1.0).run() for c in (2, 16))
+    assert gap(everything(a), everything(b)) < TOLERANCE
+
+
+# ---- deliberate faults ----------------------------------------------------------------------------------------------
+
+
+class NoMask(Batched):
+    def batch(self, *a: Any, **k: Any) -> Any:
+        b = super().batch(*a, **k)
+        return b._replace(mask=torch.ones_like(b.mask))
+
+
+class NoShrink(Batched):
+    """Clients that are done go on training."""
+
+    def train(self, jobs: list[Any]) -> list[Any]:
+        made = engine_module.Crew
+
+        class Endless(made):
+            def __init__(self, *a: Any) -> None:
+                super().__init__(*a)
+                self.live_at = [len(jobs)] * len(self.live_at)
+
+        engine_module.Crew = Endless
+        try:
+            return super().train(jobs)
+        finally:
+            engine_module.Crew = made
+
+
+class LooseClip(Batched):
+    def clips(self, groups: Any, client: Any) -> Any:
+        return [(limit * 1.01, names) for limit, names in super().clips(groups, client)]
+
+
+class NoDecay(Batched):
+    def setting(self, g: Any, client: Any) -> Any:
+        lr, rho, _, clip = super().setting(g, client)
+        return lr, rho, 0.0, clip
+
+
+class Unsorted(Batched):
+    def length(self, job: Any) -> int:
+        return 0
+
+
+class NoBuffers(Batched):
+    def lift(self, *a: Any) -> Any:
+        call = super().lift(*a)
+        return lambda w, b: (call(w, b)[0], Tree())
+
+
+class StaleFeatures(Batched):
+    def per_sample(self, *a: Any) -> Any:
+        return engine_module.pytree.tree_map(lambda v: v.roll(1, 0), super().per_sample(*a))
+
+
+class LastEpochOnly(Batched):
+    """Forgets the momentum between epochs."""
+
+    def step(self, r: Any, groups: Any, w: Any, g: Any, momenta: Any, crew: Any, live: int) -> None:
+        super().step(r, groups, w, g, Tree({k: torch.zeros_like(v) for k, v in momenta.items()}), crew, live)
+
+
+class SwappedAugmentation(Batched):
+    def training_plan(self, client: Any, r: Any) -> Any:
+        made = super().training_plan(client, r)
+        return dataclasses.replace(made, augment=None if made.augment is None else made.augment.flip(1))
+
+
+FAULTS = [NoMask, NoShrink, LooseClip, NoDecay, Unsorted, NoBuffers, StaleFeatures, LastEpochOnly, SwappedAugmentation]
+
+
+@pytest.mark.parametrize("fault", FAULTS)
+def test_faults_are_noticed(fault: type[Batched]) -> None:
+    """Equality has teeth: each fault is seen by FedAvg, MOON or FedProc."""
+    noticed = 0
+    for name, fields in (("fedavg", {}), ("moon", {"augment": False}), ("fedproc", {})):
+        straight = toy(name, **fields).run()
+        faulty = toy(name, engine="batched", **fields)
+        faulty.engine = fault(faulty.task)
+        try:
+            noticed += gap(everything(straight), everything(faulty.run())) > 1e-6
+        except Exception:
+            noticed += 1
+    assert noticed
+
+
+# ---- the rule behind auto -------------------------------------------------------------------------------------------
+
+
+def test_auto_is_a_fixed_rule() -> None:
+    assert choose("auto", "mlp", "cpu") == "batched"
+    assert choose("auto", "simple_cnn", "cpu") == "loop"
+    assert choose("auto", "simple_cnn", "cuda") == "batched"
+    assert choose("loop", "mlp", "cpu") == "loop"

@@ -1,0 +1,249 @@
+"""The written report: content, pictures, robustness, the same bytes."""
+
+from __future__ import annotations
+
+import os
+import subprocess
+import sys
+from collections.abc import Callable
+from pathlib import Path
+from typing import Any
+
+import numpy as np
+import pandas as pd
+import pytest
+
+from protofl.errors import UserError
+from protofl.report import geometry, report, runs
+from protofl.report.markdown import escape
+from protofl.report.style import COLOURS, colour, spread
+
+Write = Callable[..., Path]
+
+
+def files(folder: Path) -> dict[str, bytes]:
+    return {p.name: p.read_bytes() for p in folder.iterdir()}
+
+
+def cells(text: str, start: str) -> list[str]:
+    """The cells of the first table line that begins with a text."""
+    line = next(part for part in text.splitlines() if part.startswith(f"| {start}"))
+    return [cell.strip() for cell in line.strip("|").split(" | ")]
+
+
+def section(text: str, heading: str) -> str:
+    return text.split(f"### {heading}")[1].split("\n##")[0]
+
+
+def test_whole_report(study: Path, tmp_path: Path) -> None:
+    page = report([study], tmp_path / "out", title="A study", command="protofl compare `x`")
+    text = page.read_text()
+    assert page.name == "README.md" and "left out" not in text
+    made = files(tmp_path / "out")
+    for name in ("curves.png", "terms.png", "split.png", "prototypes.png"):
+        assert made[name].startswith(b"\x89PNG") and f"]({name})" in text
+        assert b"Software" not in made[name] and b"tIME" not in made[name]
+    for name in made:
+        if name.endswith(".csv"):
+            assert len(pd.read_csv(tmp_path / "out" / name)) > 0 and f"({name})" in text
+    assert "    protofl compare `x`" in text
+    assert "±: sd over 3 seeds, n-1" in text
+    assert "Chance level: 10.00 (1 of 10 classes)" in text
+    assert "**Differs for** FedNH" in text and "90,056" in text
+    assert text.count("| yes |") == 18
+    global_models = section(text, "Accuracy of the global model (GM)")
+    assert "best (picked on test)" in global_models and "PM" not in global_models
+    top = cells(global_models, "FedCSPC")
+    assert top[1].startswith("**") and top[2].startswith("**") and not top[3].startswith("**")
+    assert "network | exemplar | fused" in section(text, "Other readings of the global model")
+    # the numbers of the page are those of the file by run
+    by_run = pd.read_csv(tmp_path / "out" / "runs.csv")
+    mine = by_run[(by_run.label == "FedProx") & (by_run.metric == "gm") & (by_run.rule == "last")]["value"]
+    assert cells(global_models, "FedProx")[1] == f"{100 * mine.mean():.2f} ± {100 * mine.std(ddof=1):.2f}"
+
+
+def test_same_bytes_twice(study: Path, tmp_path: Path) -> None:
+    report([study], tmp_path / "a" / "out", title="t", command="c")
+    report(runs([study]), tmp_path / "b" / "out", title="t", command="c")
+    first, second = files(tmp_path / "a" / "out"), files(tmp_path / "b" / "out")
+    first["README.md"] = first["README.md"].replace(b"../../", b"")
+    second["README.md"] = second["README.md"].replace(b"../../", b"")
+    assert first == second
+
+
+def test_mixed_states(write: Write, line: Any, tmp_path: Path) -> None:
+    write("fedavg", 0, [0.3] * 6)
+    write(
+        "fedprox", 0, [0] * 6, rows=[line(0, 0.3, [0]), line(1, None, [0], diverged=True)], status="diverged"
+    )
+    write("moon", 0, [0] * 6, rows=[line(0, 0.3, [0])], status="running", tail='{"round"')
+    write("fednh", 0, [0] * 6, rows=[], status="failed", summary={"error": "out of memory"})
+    broken = write("fedproc", 0, [0.3] * 6)
+    (broken / "protocol.json").write_text("{")
+    text = report(broken.parent, tmp_path / "out", title="t").read_text()
+    table = section(text, "Accuracy of the global model (GM)")
+    assert cells(table, "FedProx")[1:] == [
+        "diverged",
+        "diverged",
+        "diverged",
+        "-",
+        "0",
+        "diverged at round 1",
+    ]
+    assert cells(table, "MOON")[-1] == "unfinished (1 of 6 rounds)"
+    assert cells(table, "FedNH")[1:4] == ["-", "-", "-"]
+    assert "**" not in "".join(cells(table, "FedAvg"))
+    assert "protocol.json is not whole JSON" in text and "failed: out of memory" in text
+    assert "5 run folders, 3 left out of the numbers" in text
+    assert "Picture" not in text
+
+
+def test_nothing_readable(write: Write, tmp_path: Path) -> None:
+    folder = write()
+    (folder / "protocol.json").unlink()
+    assert "No run could be read" in report(folder, tmp_path / "out", title="t").read_text()
+
+
+def test_nothing_at_all(tmp_path: Path) -> None:
+    with pytest.raises(UserError, match="no runs"):
+        report(tmp_path, tmp_path / "out", title="t")
+    with pytest.raises(UserError, match="no runs"):
+        report([], tmp_path / "out", title="t")
+
+
+def test_one_round_one_seed(write: Write, tmp_path: Path) -> None:
+    text = report(write("fedavg", 0, (0.5,)), tmp_path / "out", title="t").read_text()
+    shown = cells(section(text, "Accuracy of the global model (GM)"), "FedAvg")
+    assert shown == ["FedAvg", "50.00", "50.00", "50.00", "0", "1", "finished"]
+    assert "One seed, hence no ±" in text and "Fewer than five evaluated rounds: FedAvg (1)" in text
+
+
+def test_odd_names(write: Write, tmp_path: Path) -> None:
+    write("_odd", 0, (0.2, 0.3), name="a<b>|c`d`\n$e$ [x](y) _z_", options={"k|": "<v>"})
+    names = {
+        "data": {"classes": ["<a|b>", "$c", "_d"], "fingerprint": "f"},
+        "partition": {"counts": [[1, 0, 2]]},
+    }
+    folder = write("_odd", 0, (0.2, 0.3), protocol={"dataset": "x|y\n# z"}, document=names)
+    text = report(folder.parent, tmp_path / "out", title="# t|\n<script>").read_text()
+    assert text.startswith("# \\# t\\| &lt;script&gt;\n")
+    assert "<script>" not in text and "<b>" not in text and "Picture" not in text
+    lines = [part for part in text.splitlines() if part.startswith("| a&lt;b&gt;")]
+    assert lines and all("a&lt;b&gt;\\|c\\`d\\` \\$e\\$ \\[x\\](y) \\_z\\_" in part for part in lines)
+
+
+def test_escape() -> None:
+    assert escape("a|b\r\n`c` <d> & \x00e") == "a\\|b \\`c\\` &lt;d&gt; &amp; e"
+
+
+def test_several_settings_have_their_own_pictures(write: Write, tmp_path: Path) -> None:
+    for beta in (0.1, 0.5):
+        folder = write("fedavg", 0, protocol={"beta": beta})
+    text = report(folder.parent, tmp_path / "out", title="t").read_text()
+    assert "## Setting 1: beta=0.1" in text and "## Setting 2: beta=0.5" in text
+    assert {"curves-1.png", "curves-2.png", "split-1.png", "split-2.png"} <= set(files(tmp_path / "out"))
+
+
+def test_personal_only(write: Write, line: Any, tmp_path: Path) -> None:
+    pm = {"pm_v": 0.8, "pm_l": 0.9, "pm_uniform": 0.4, "pm_v_std": 0.1, "pm_v_worst10": 0.5}
+    rows = [line(0, None, [0, 1], gm_scores={}, pm_clients=9, pm_skipped=1, **pm)]
+    folder = write("fedproto", 0, (None,), rows=rows)
+    write("fedavg", 0, (0.5,), rows=[line(0, 0.5, [0, 1])])
+    text = report(folder.parent, tmp_path / "out", title="t").read_text()
+    assert cells(section(text, "Accuracy of the global model (GM)"), "FedProto")[1:4] == ["-", "-", "-"]
+    personal = section(text, "Accuracy of the personalised models (PM)")
+    shown = cells(personal, "FedProto")
+    assert shown[1:] == ["80.00", "90.00", "40.00", "10.00", "50.00", "all", "9 (1 skipped)", "1", "finished"]
+    assert "FedAvg" not in personal and "not measured or not defined" in text
+
+
+def test_unlike_partners_are_named(write: Write, tmp_path: Path, line: Any) -> None:
+    write("fedavg", 0, (0.5,), rows=[line(0, 0.5, [0, 1])])
+    folder = write("fedprox", 0, (0.5,), rows=[line(0, 0.5, [0, 2])])
+    text = report(folder.parent, tmp_path / "out", title="t").read_text()
+    assert "**not the same for all methods of a seed: drawn clients**" in text
+
+
+@pytest.mark.parametrize("n", [2, 3, 5, 6, 7, 12, 31, 100])
+def test_tsne_with_few_points(n: int) -> None:
+    points = np.random.RandomState(0).normal(size=(n, 8))
+    plane, how = geometry.embed(points)
+    assert plane.shape == (n, 2) and np.isfinite(plane).all()
+    assert how == ("PCA" if n < 6 else "t-SNE")
+
+
+def test_tsne_of_equal_points() -> None:
+    plane, how = geometry.embed(np.ones((20, 4)))
+    assert how == "PCA" and (plane == 0).all()
+    assert geometry.embed(np.arange(10.0)[:, None])[1] == "PCA"
+
+
+def test_prototypes_not_finite(write: Write, prototypes: Callable[..., None], tmp_path: Path) -> None:
+    prototypes(write("fedproc", 0), 1)
+    bad = write("fednh", 0)
+    (bad / "prototypes").mkdir()
+    np.savez(bad / "prototypes" / "round-00001.npz", values=np.array([[np.nan, 0], [1, 2]]), has=[True, True])
+    text = report(bad.parent, tmp_path / "out", title="t").read_text()
+    assert "FedNH: prototypes not finite or too large, picture left out" in text
+    assert "](prototypes.png)" in text
+
+
+def test_absent_classes_are_not_drawn(write: Write, tmp_path: Path) -> None:
+    folder = write("fedproc", 0)
+    (folder / "prototypes").mkdir()
+    values = np.array([[1.0, 2.0], [np.nan, np.nan], [3.0, 5.0]])
+    np.savez(folder / "prototypes" / "round-00001.npz", values=values, has=[True, False, True])
+    tidy, notes = geometry.prototypes(runs([folder]))
+    assert tidy["class_id"].tolist() == [0, 2] and not notes
+
+
+def test_labels_do_not_overlap() -> None:
+    placed = spread([0.5, 0.5, 0.52, 0.9, 1.0, 0.0], 0.1, 0.0, 1.0)
+    order = np.sort(placed)
+    assert (np.diff(order) >= 0.1 - 1e-12).all() and order[0] >= 0 and order[-1] <= 1
+    assert spread([0.2, 0.8], 0.1, 0.0, 1.0) == [0.2, 0.8]
+
+
+def test_colours_are_fixed() -> None:
+    assert len(set(COLOURS.values())) == len(COLOURS)
+    assert colour("fednh") == "#0072b2"
+    assert colour("mine") == colour("mine")
+
+
+def test_a_picture_that_fails_does_not_end_the_report(
+    write: Write, tmp_path: Path, monkeypatch: pytest.MonkeyPatch
+) -> None:
+    from protofl.report import figures
+
+    def fail(*given: Any) -> None:
+        raise RuntimeError("no fonts")
+
+    monkeypatch.setattr(figures, "draw_split", fail)
+    text = report(write(), tmp_path / "out", title="t").read_text()
+    assert "*Picture split.png left out: RuntimeError: no fonts*" in text
+
+
+def test_no_torch_and_no_matplotlib_on_import() -> None:
+    code = (
+        "import sys, protofl.report; bad = {'torch', 'matplotlib', 'sklearn'} & set(sys.modules);"
+        "assert not bad, bad"
+    )
+    subprocess.run([sys.executable, "-c", code], check=True)
+
+
+@pytest.mark.parametrize("display", [None, "localhost:64.0"])
+def test_without_a_display(write: Write, tmp_path: Path, display: str | None) -> None:
+    folder = write("fedavg", 0)
+    env = {**os.environ, "MPLBACKEND": "TkAgg", "HOME": str(tmp_path / "nowhere")}
+    env.pop("DISPLAY", None)
+    if display is not None:
+        env["DISPLAY"] = display
+    code = (
+        "import sys; from pathlib import Path; from protofl.report import report;"
+        "page = report(sys.argv[1], Path(sys.argv[2]), title='t');"
+        "assert 'left out' not in page.read_text();"
+        "assert not {'torch', 'matplotlib.pyplot', 'tkinter'} & set(sys.modules)"
+    )
+    command = [sys.executable, "-W", "error::RuntimeWarning", "-c", code, str(folder), str(tmp_path / "out")]
+    subprocess.run(command, check=True, env=env)
+    assert (tmp_path / "out" / "curves.png").read_bytes().startswith(b"\x89PNG")
