@@ -1,7 +1,7 @@
-"""FedCSPC's server: what projection and output layer are calibrated with, on the pooled prototypes of the clients.
+"""FedCSPC's server: the losses that calibrate projection and output layer on the clients' prototypes.
 
-A pool is u [N, d], labels y [N] and source client ids [N], in the order (client id, class, cluster, repeat). The
-losses take one batch of it; `mask` [rows] is 1 for real rows. Everything is pure torch.
+A pool is u [N, d], labels y [N] and source client ids [N], in the order (client id, class, cluster, repeat).
+The losses take one batch of it; `mask` [rows] is 1 for real rows. Everything is pure torch.
 """
 
 from __future__ import annotations
@@ -27,10 +27,10 @@ NOBODY = 2**62
 def neighbours(y: Tensor, source: Tensor, same_client: bool) -> tuple[Tree, Tree]:
     """Who may stand beside every prototype of a pool: -> per prototype ([N] each), tables (const).
 
-    Kin are those of its class, strangers those of another class, both of its client or (same_client=False) of all.
-    Per prototype: its kin's row in `kin`, how many these are (`size`) and which of them it is (`place`), and where its
-    client's prototypes begin (`first`) and how many they are (`reach`). Table `kin` [groups, most]: positions in the
-    pool, ascending, filled up with `NOBODY`.
+    Kin are those of its class, strangers those of another class, both of its client or (same_client=False) of
+    all clients. Per prototype: its kin's row in the table (`group`), how many these are (`size`) and which of
+    them it is (`place`); where its client's prototypes begin (`first`) and how many they are (`reach`). Table
+    `kin` [groups, most]: positions in the pool, ascending, filled up with `NOBODY`.
     """
     n = len(y)
     home = source if same_client else torch.zeros_like(source)
@@ -53,7 +53,7 @@ def nth(uniform: Tensor, count: Tensor) -> Tensor:
 
 
 def friends(at: Tree, kin: Tensor, uniform: Tensor) -> Tensor:
-    """Positions [rows, m] of kin other than itself, chosen by uniform [rows, m]; itself where it has no other."""
+    """Positions [rows, m] of kin, chosen by uniform [rows, m]; never itself but where it has no other."""
     others = at.size - 1
     item = nth(uniform, others)
     past = item + (item >= at.place[:, None])  # the list leaves itself out
@@ -61,15 +61,13 @@ def friends(at: Tree, kin: Tensor, uniform: Tensor) -> Tensor:
 
 
 def foes(at: Tree, kin: Tensor, uniform: Tensor) -> tuple[Tensor, Tensor]:
-    """Positions [rows, m] of strangers, chosen by uniform [rows, m]; whether there are any [rows] (else: itself)."""
-    others = at.reach - at.size
+    """Positions [rows, m] of strangers, chosen by uniform [rows, m] (else itself); whether there are any."""
+    others, first = at.reach - at.size, at.first[:, None]
     item = nth(uniform, others)
-    before = (
-        kin[at.group] - at.first[:, None] - torch.arange(kin.shape[1], device=kin.device)
-    )  # strangers before kin
+    before = kin[at.group] - first - torch.arange(kin.shape[1], device=kin.device)  # strangers before each kin
     passed = (before[:, None] <= item[..., None]).sum(-1)
-    itself = kin[at.group, at.place]
-    return torch.where(others[:, None] > 0, at.first[:, None] + item + passed, itself[:, None]), others > 0
+    itself = kin[at.group, at.place][:, None]
+    return torch.where(others[:, None] > 0, first + item + passed, itself), others > 0
 
 
 # ---- margin loss -------------------------------------------------------------------------------------------
@@ -86,7 +84,8 @@ NEGATIVE: dict[str, Callable[[Tensor, Tensor, float], Tensor]] = {
 
 
 def _l2(a: Tensor, b: Tensor) -> Tensor:
-    return torch.linalg.vector_norm(a - b, dim=-1)  # gradient 0 where rows are equal
+    distance: Tensor = torch.linalg.vector_norm(a - b, dim=-1)  # gradient 0 where rows are equal
+    return distance
 
 
 def _cosine(a: Tensor, b: Tensor) -> Tensor:
@@ -97,7 +96,10 @@ DISTANCE: dict[str, Callable[[Tensor, Tensor], Tensor]] = {"l2": _l2, "cosine": 
 
 
 def margin(z: Tensor, pos: Tensor, neg: Tensor, alpha: float, metric: str, valid: Tensor) -> Tensor:
-    """L_mar: mean of max(0, |z - z+| - |z - z-| + alpha) over valid pairs; z [rows, q], pos, neg [rows, m, q]."""
+    """L_mar: mean of max(0, |z - pos| - |z - neg| + alpha) over valid pairs.
+
+    z [rows, q]; pos, neg [rows, m, q]; metric: a name in DISTANCE; valid [rows].
+    """
     far = DISTANCE[metric]
     gap = far(z[:, None], pos) - far(z[:, None], neg) + alpha
     return average(gap.clamp_min(0), valid[:, None].to(gap.dtype).expand_as(gap))
@@ -107,7 +109,7 @@ def margin(z: Tensor, pos: Tensor, neg: Tensor, alpha: float, metric: str, valid
 
 
 class Sigma(NamedTuple):
-    """Where the source weight stands: on positives and negatives of the sum, on the numerator, on the term."""
+    """Where the source weight stands: on positives and on negatives of the sum, the numerator, the term."""
 
     positives: bool
     negatives: bool
@@ -130,9 +132,7 @@ def contrast(z: Tensor, y: Tensor, source: Tensor, mask: Tensor, tau: float, mod
     return average(*anchors(cosines, y, source, mask, tau, mode))
 
 
-def anchors(
-    cosines: Tensor, y: Tensor, source: Tensor, mask: Tensor, tau: float, mode: str
-) -> tuple[Tensor, Tensor]:
+def anchors(cosines: Tensor, y: Tensor, source: Tensor, mask: Tensor, tau: float, mode: str) -> tuple[Tensor, Tensor]:
     """Every anchor's term of L_con [rows], and 1 where it has a positive; mode: a name in SIGMA."""
     s, on = cosines / tau, SIGMA[mode]
     alike, home = y[:, None] == y, source[:, None] == source
@@ -149,7 +149,7 @@ def anchors(
 
 
 def contrast_code(z: Tensor, y: Tensor, mask: Tensor, tau: float) -> Tensor:
-    """The authors' code: unweighted, the anchor counts among its positives and in the sum, mean over all rows."""
+    """The authors' code: unweighted, the anchor is one of its positives and in the sum, all rows count."""
     s = unit(z, LEAST) @ unit(z, LEAST).mT / tau
     log_p = torch.where(mask > 0, s, LOWEST).log_softmax(1)
     positive = (y[:, None] == y) * mask
@@ -160,7 +160,7 @@ def contrast_code(z: Tensor, y: Tensor, mask: Tensor, tau: float) -> Tensor:
 
 
 def base_rate(t: int, rounds: int, clock: str) -> float:
-    """The calibration's first learning rate in round t: 0.1 early on, then 0.01, then 0.001 (re_training.py:37-44)."""
+    """The first learning rate of the calibration of round t: 0.1, then 0.01, then 0.001 (re_training.py)."""
     early, middle = (20 * t <= rounds, 5 * t <= 2 * rounds) if clock == "fraction" else (t <= 5, t <= 40)
     return 0.1 if early else 0.01 if middle else 0.001
 

@@ -1,4 +1,4 @@
-"""Cluster-level prototypes of one class (FedCSPC's data prototypical modelling): k-means, then means of subsets.
+"""FedCSPC's prototypes of one class: k-means, then means of random subsets of its clusters.
 
 NumPy on float64 rows in the order of the client's data; every draw comes from the stream that is handed in.
 """
@@ -20,8 +20,8 @@ Labels = NDArray[np.intp]
 def kmeans(rows: Rows, k: int, stream: RandomState, *, init: str = "kmeans++", unit: bool = False) -> Labels:
     """Cluster ids [n] of rows [n, d] in at most k clusters; unit: by their directions.
 
-    No more clusters than there are distinct rows, or an empty one would have no mean. A single cluster draws nothing.
-    Rows of a diverged run (not finite) are one cluster.
+    No more clusters than there are distinct rows, or an empty one would have no mean. A single cluster draws
+    nothing. Rows of a diverged run (not finite) are one cluster.
     """
     space = (_unit(rows) if unit else rows) + 0.0  # -0 and 0 are one value
     if k == 1 or not np.isfinite(space).all():
@@ -45,20 +45,18 @@ def lloyd(rows: Rows, starts: Rows) -> KMeans:
         return KMeans(len(starts), init=starts, n_init=1, max_iter=50, tol=1e-4, random_state=0).fit(rows)
 
 
-def subset_means(
-    cluster: Rows, stream: RandomState, *, ratio: float, repeats: int, replacement: bool
-) -> Rows:
-    """[repeats, d] means of random subsets of the rows [g, d] of a cluster, max(1, floor(ratio g)) rows each.
+def subset_means(cluster: Rows, stream: RandomState, *, ratio: float, repeats: int, replacement: bool) -> Rows:
+    """[repeats, d] means of random subsets of a cluster's rows [g, d], max(1, floor(ratio g)) rows each.
 
     Where every repeat must be the same row, there is one.
     """
     g = len(cluster)
     m = max(1, int(ratio * g))
     if g == 1 or (m == g and not replacement):
-        return cluster.mean(0, keepdims=True)
+        return np.asarray(cluster.mean(0, keepdims=True))
     draws = [stream.randint(0, g, m) if replacement else stream.permutation(g)[:m] for _ in range(repeats)]
     return np.stack([cluster[rows].mean(0) for rows in draws])
 
 
 def _unit(rows: Rows) -> Rows:
-    return rows / np.maximum(np.linalg.norm(rows, axis=1, keepdims=True), 1e-12)
+    return np.asarray(rows / np.maximum(np.linalg.norm(rows, axis=1, keepdims=True), 1e-12))

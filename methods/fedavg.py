@@ -51,9 +51,7 @@ class FedAvg(Method):
         w = yield Train(shared.net, self.loss)
         return Tree(net=w), Tree()
 
-    def aggregate(
-        self, server: Server, shared: Tree, private: Tree, uploads: list[Tree]
-    ) -> tuple[Tree, Tree]:
+    def aggregate(self, server: Server, shared: Tree, private: Tree, uploads: list[Tree]) -> tuple[Tree, Tree]:
         return Tree(net=server.merge(shared.net, [u.net for u in uploads])), Tree()
 
     def global_model(self, shared: Tree, private: Tree) -> Model | None:

@@ -4,26 +4,26 @@ Qi, Meng, Chen, Hu, Lin and Meng, "Cross-silo prototypical calibration for feder
 data", ACM Multimedia 2023 (arXiv 2308.03457). h = E(x), z = H(h), logits F(z); U_c: global class prototypes.
 
     paper                                               here
-    local: CE + kappa (L_P + L_A + L_Ed)                `loss`, with relations.py
-    data prototypical modelling: k-means of a class,    `represent`, with clusters.py
-        means of random subsets of its clusters
+    local training, CE + kappa (L_P + L_A + L_Ed)       `loss`, with relations.py
+    data prototypical modelling: k-means of a class,
+        means of random subsets of its clusters         `represent`, with clusters.py
     U_c, means of the pooled prototypes                 `aggregate`
-    calibration: L_CE + eta (L_con + L_mar) on H, F     `calibrate`, `calibration_loss`, with calibration.py
-    exemplars e_c, fusion with the network's scores     `exemplars`, `three_scores`
+    calibration, L_CE + eta (L_con + L_mar) on H, F     `calibrate`, `calibration_loss`, with calibration.py
+    exemplars e_c, fused with the network's scores      `exemplars`, `three_scores`
 
-`Cspc` is a plug-in: it adds to whatever method stands behind it in the class statement (in the paper FedAvg or
-MOON). Equations were not at hand, their readings are options.
+`Cspc` is a plug-in: it adds to whatever method stands behind it in the class statement, in the paper FedAvg
+or MOON (`local_base`). The paper's equations were not at hand, their readings are options.
 
-Against the authors' code (qizhuang-qz/FedCSPC @e1630bf, which lacks files and cannot run): no clustering there,
-larger subsets with replacement (`n_clusters`, `sample_ratio`, `sample_replacement`); L_P alone (`local_reg`; with
-`reg_form`, `reg_weights` for its L_A and L_Ed); an auxiliary classifier on h (field `aux_classifier`); every
-client's last set, without the last short batch (`pool`, `proto_drop_last`); calibration by cross-entropy alone,
-its other losses in other forms (`calib_losses`, `con_form`, `tau_g`, `n_aug`, `neg_mix`); a fusion of raw logits
-(`fusion_norm`). Preset official_code restores these. Two faults there have no option: a margin loss whose norm
-runs over the batch, and the averaging of idle clients' old nets.
+Against the authors' code (qizhuang-qz/FedCSPC @e1630bf, which lacks files and cannot run): no clustering
+there, larger subsets with replacement (`n_clusters`, `sample_ratio`, `sample_replacement`); L_P alone
+(`local_reg`; `reg_form`, `reg_weights` for its L_A, L_Ed); an auxiliary classifier on h (field
+`aux_classifier`); the last sets of all clients, without the short batch (`pool`, `proto_drop_last`);
+calibration by cross-entropy alone, its other losses in other forms (`calib_losses`, `con_form`, `tau_g`,
+`n_aug`, `neg_mix`); a fusion of raw logits (`fusion_norm`). Preset official_code restores these. Two faults
+there have no option: a margin loss whose norm runs over the batch, and idle clients' old nets in the average.
 
-Checked against: the paper's text, CIFAR-10, one subset per cluster: about 1.2 (beta 0.1) and 2.2 points (beta 0.5)
-above FedAvg; the code's RGA.py on three rows: L_A 0.053930, L_Ed 0.061985 (`reg_form=smooth_l1_code`).
+Checked against: the paper's text, CIFAR-10, one subset per cluster: about 1.2 (beta 0.1) and 2.2 points (beta
+0.5) above FedAvg; the code's RGA.py on three rows: L_A 0.053930, L_Ed 0.061985 (`reg_form=smooth_l1_code`).
 """
 
 from __future__ import annotations
@@ -116,9 +116,9 @@ NORMS: dict[str, Fuse] = {"softmax": _softmax, "code_raw": _raw, "l2": _l2, "min
 
 @dataclass(frozen=True)
 class Cspc(Method):
-    """shared: + u_g Rows U [K, d]; private: exemplars Rows e [K, q], latest (sets by client), head (H, F).
-
-    upload: + u [N_i, d] prototypes, label [N_i] (and, if `ug_weighting` asks, owned [K_i] samples of its classes).
+    """shared: + u_g Rows U [K, d]. upload: + u [N_i, d], label [N_i] (per_sample: + owned [K_i], the client's
+    samples of the classes in label). private: exemplars Rows e [K, q] (latest_all: latest, the sets by client id;
+    previous_calibrated: head, the last (H, F)).
     """
 
     # fmt: off
@@ -143,7 +143,7 @@ class Cspc(Method):
         source="CSPC 4; code RGA.py")
     reg_weights: str = choice(
         "1/1/1", "1/0.2/0.2", why="of P, A, Ed: the paper has one kappa; code: the other", source="CSPC 4")
-    max_triplets: Any = number(
+    max_triplets: int | str = number(
         512, 4096, words=("all",), low=1, why="of a batch of more than 64; the paper is silent",
         source="project")
     kappa: float = number(
@@ -152,8 +152,8 @@ class Cspc(Method):
     tau_l: float = number(
         0.5, above=0, why="temperature of L_P", source="CSPC 5; code temperature")
     pos_mix: str = choice(
-        "from_partner", "from_anchor", why="extrapolation beyond the partner, p + lam_u (p - u), as in the code; "
-        "beyond the anchor it would lie nearer than the partner", source="CSPC 4 (equation not at hand); code")
+        "from_partner", "from_anchor", why="extrapolation beyond the partner, p + lam_u (p - u), as in the "
+        "code; beyond the anchor it lies nearer than the partner", source="CSPC 4 (equation not at hand); code")
     neg_mix: str = choice(
         "toward_anchor", "toward_negative", why="positive information goes into negatives; code: the other",
         source="CSPC 4")
@@ -174,8 +174,8 @@ class Cspc(Method):
     tau_g: float = number(
         0.5, 0.07, above=0, why="temperature of L_con; code 0.07", source="CSPC 5")
     sigma_mode: str = choice(
-        "pull_push", "denominator", "exp_both", "term", "none", why="place of the source weight: only here it "
-        "favours both pulling across and pushing within sources", source="CSPC 4 (equation not at hand)")
+        "pull_push", "denominator", "exp_both", "term", "none", why="place of the source weight: only here "
+        "it favours both pulling across and pushing within sources", source="CSPC 4 (equation not at hand)")
     calib_losses: str = choice(
         "ce+con+mar", "ce", "ce+con", "ce+mar", why="all three; the code's command runs ce alone",
         source="CSPC 4")
@@ -187,11 +187,11 @@ class Cspc(Method):
     calib_lr_schedule: str = choice(
         "code", "const_0.01", why="falls with rounds and epochs", source="CSPC code re_training.py:37-44")
     calib_lr_clock: str = choice(
-        "absolute", "fraction", why="falls after rounds 5 and 40, or the same shares of T", source="CSPC code")
+        "absolute", "fraction", why="falls after rounds 5 and 40, or these shares of T", source="CSPC code")
     calib_init: str = choice(
         "averaged", "previous_calibrated", why="where (H, F) start", source="CSPC code")
     exemplar: str = choice(
-        "correct_only", "all", why="means of the prototypes that are classified correctly", source="CSPC code")
+        "correct_only", "all", why="means of the correctly classified prototypes", source="CSPC code")
     ug_weighting: str = choice(
         "per_prototype", "per_client", "per_sample", why="what counts equally in U_c", source="CSPC code")
     fusion_norm: str = choice(
@@ -226,7 +226,7 @@ class Cspc(Method):
         return loss + self.kappa * torch.stack([weights[k] * v for k, v in mine.items()]).sum(), terms | mine
 
     def regularisers(self, h: Tensor, batch: Batch, table: Rows) -> Tree:
-        """The terms in use by name, of a batch of embeddings h [rows, d]. batch.noise chooses triplets, None: all."""
+        """The terms in use, of a batch of embeddings h [rows, d]; batch.noise chooses triplets, None: all."""
         at = relations.places(h, batch.y, batch.mask, table)
         out = Tree(point=relations.point(at, table, self.tau_l))
         shapes = relations.lengths(at.h), relations.lengths(at.u)
@@ -243,7 +243,7 @@ class Cspc(Method):
         return angle and self.n_repeat > 0 and batch_size > ALL_TRIPLETS and self.max_triplets != "all"
 
     def with_triplets(self, client: Client, program: Program) -> Program:
-        """The same program, whose training with this loss receives the uniform numbers that choose triplets."""
+        """The same program, whose training by this loss receives the numbers that choose triplets."""
         stream, answer = client.stream("fedcspc", "triplets"), None
         while True:
             try:
@@ -251,7 +251,7 @@ class Cspc(Method):
             except StopIteration as stop:
                 return stop.value
             if isinstance(request, Train) and request.loss == self.loss:
-                request = dataclasses.replace(request, noise=Noise((self.max_triplets,)), stream=stream)
+                request = dataclasses.replace(request, noise=Noise((int(self.max_triplets),)), stream=stream)
             answer = yield request
 
     # ---- client: prototypes --------------------------------------------------------------------------------
@@ -274,7 +274,7 @@ class Cspc(Method):
         return upload | self.represent(client, rows.h, client.y[read.to(client.y.device)]), changed
 
     def collect_mode(self, net: Net, w: Tree) -> str:
-        """Without batch normalisation nobody sees batches: then samples are read in order, whatever the option says."""
+        """Without batch statistics nobody sees batches: then both values read the samples in stored order."""
         return BN_MODES[self.proto_bn_mode] if w.only(net.buffers) else "eval"
 
     def encoded(self, net: Net, w: Tree, batch: Batch, view: View) -> Tree:
@@ -282,12 +282,10 @@ class Cspc(Method):
         return Tree(h=net.encode(w, batch.x))
 
     def represent(self, client: Client, h: Tensor, y: Tensor) -> Tree:
-        """Prototypes u [N_i, d] and their label [N_i], of the client's embeddings h [n, d] with classes y [n]."""
+        """Prototypes u [N_i, d] and their label [N_i], of embeddings h [n, d] with classes y [n]."""
         rows, labels = h.double().cpu().numpy(), y.cpu().numpy()
         classes = np.unique(labels).tolist()
-        parts = [
-            self.class_prototypes(rows[labels == c], client.stream("fedcspc", "kmeans", c)) for c in classes
-        ]
+        parts = [self.class_prototypes(rows[labels == c], client.stream("fedcspc", "kmeans", c)) for c in classes]
         sizes = torch.tensor([len(p) for p in parts])
         out = Tree(
             u=torch.from_numpy(np.concatenate(parts)).to(h.device, h.dtype),
@@ -327,18 +325,11 @@ class Cspc(Method):
         exemplars = blank(task.classes, net.projected or net.encoded, task.initial)
         return shared | Tree(u_g=u_g), private | Tree(exemplars=exemplars)
 
-    def aggregate(
-        self, server: Server, shared: Tree, private: Tree, uploads: list[Tree]
-    ) -> tuple[Tree, Tree]:
+    def aggregate(self, server: Server, shared: Tree, private: Tree, uploads: list[Tree]) -> tuple[Tree, Tree]:
         changed, kept = super().aggregate(server, shared, private, uploads)
         if not self.n_repeat:
             return changed, kept
-        sets = Tree(
-            {
-                str(i): u.like(k for k in ("u", "label", "owned") if k in u)
-                for i, u in zip(server.ids, uploads)
-            }
-        )
+        sets = Tree({str(i): u.like(k for k in ("u", "label", "owned") if k in u) for i, u in zip(server.ids, uploads)})
         if self.pool == "latest_all":
             sets = private.get("latest", Tree()) | sets
             kept = kept | Tree(latest=sets)
@@ -355,8 +346,9 @@ class Cspc(Method):
         """[N] weight of every pooled prototype in U."""
         if self.ug_weighting == "per_prototype":
             return torch.ones_like(pool.u[:, 0])
-        alike = calibration.neighbours(pool.label, pool.source, same_client=True)[0].size
-        return (pool.owned if self.ug_weighting == "per_sample" else 1) / alike.to(pool.u.dtype)
+        alike = calibration.neighbours(pool.label, pool.source, same_client=True)[0].size.to(pool.u.dtype)
+        shared_out: Tensor = (pool.owned if self.ug_weighting == "per_sample" else 1) / alike
+        return shared_out
 
     def head_start(self, net: Net, averaged: Tree, private: Tree) -> Tree:
         """(H, F) that the calibration starts from."""
@@ -369,12 +361,8 @@ class Cspc(Method):
         if not self.calib_epochs or not finite(head | Tree(u=pool.u)):  # a diverged run stays what it is
             return head
         mine, tables = calibration.neighbours(pool.label, pool.source, self.mix_scope == "same_client")
-        request = Train(
-            head,
-            self.calibration_loss,
-            const=tables | Tree(u=pool.u),
-            noise=Noise((self.n_aug, 2), per="row"),
-        )
+        pairs = Noise((self.n_aug, 2), per="row") if "mar" in self.beside_ce() else None
+        request = Train(head, self.calibration_loss, const=tables | Tree(u=pool.u), noise=pairs)
         for tries in range(TRIES):
             trained = server.train(
                 request, Tree(u=pool.u, source=pool.source) | mine, pool.label, batch_size=BATCH,
@@ -384,7 +372,7 @@ class Cspc(Method):
             if finite(trained):
                 return trained
         raise RuntimeError(
-            f"cspc: the calibration of round {server.round} is not finite even at a 2^{TRIES - 1}th of its learning rate"
+            f"cspc: the calibration of round {server.round} is not finite even at 2^-{TRIES - 1} of its rate"
         )
 
     def calibration_rate(self, server: Server, share: float, epoch: int) -> float:
@@ -395,18 +383,22 @@ class Cspc(Method):
         return calibration.rate(epoch, base) * share
 
     def calibration_loss(self, net: Net, w: Tree, batch: Batch, view: View) -> tuple[Tensor, Tree]:
-        """L_CE + eta (L_con + L_mar); batch.x: rows of the pool, batch.noise [rows, n_aug, 2] chooses partners."""
+        """L_CE + eta (L_con + L_mar); batch.x: rows of the pool, batch.noise [rows, n_aug, 2]: partners."""
         u, source = batch.x.u, batch.x.source
         z = net.project(w, u)
         loss = batch.mean(F.cross_entropy(net.classify(w, u, z), batch.y, reduction="none"))
         terms = Tree(calib_ce=loss)
-        if "con" in self.calib_losses:
+        if "con" in self.beside_ce():
             terms["calib_con"] = self.contrast_sources(z, batch.y, source, batch.mask)
             loss = loss + self.eta * terms["calib_con"]
-        if "mar" in self.calib_losses:
+        if "mar" in self.beside_ce():
             terms["calib_mar"] = self.margin_of(net, w, z, batch, view.const)
             loss = loss + self.eta * terms["calib_mar"]
         return loss, terms
+
+    def beside_ce(self) -> tuple[str, ...]:
+        """The server's losses beside cross-entropy. One that does not count draws nothing either."""
+        return tuple(self.calib_losses.split("+")[1:]) if self.eta else ()
 
     def contrast_sources(self, z: Tensor, y: Tensor, source: Tensor, mask: Tensor) -> Tensor:
         """L_con in the form asked for."""
@@ -419,18 +411,14 @@ class Cspc(Method):
         partner = calibration.friends(batch.x, pool.kin, batch.noise[..., 0])
         stranger, found = calibration.foes(batch.x, pool.kin, batch.noise[..., 1])
         anchor = batch.x.u[:, None]
-        mixed = torch.stack(
-            [
-                calibration.POSITIVE[self.pos_mix](anchor, pool.u[partner], self.lam_u),
-                calibration.NEGATIVE[self.neg_mix](anchor, pool.u[stranger], self.lam_u),
-            ]
-        )
-        pos, neg = net.project(w, mixed.flatten(0, 2)).unflatten(0, mixed.shape[:3])
-        valid = found * batch.mask
-        return calibration.margin(z, pos, neg, self.alpha, self.margin_metric, valid)
+        pos = calibration.POSITIVE[self.pos_mix](anchor, pool.u[partner], self.lam_u)
+        neg = calibration.NEGATIVE[self.neg_mix](anchor, pool.u[stranger], self.lam_u)
+        mixed = torch.stack([pos, neg])
+        z_pos, z_neg = net.project(w, mixed.flatten(0, 2)).view(*mixed.shape[:3], -1)
+        return calibration.margin(z, z_pos, z_neg, self.alpha, self.margin_metric, found * batch.mask)
 
     def exemplars(self, net: Net, w: Tree, pool: Tree, old: Rows) -> Rows:
-        """e_c [K, q]: mean of z over the prototypes of a class that the calibrated head gets right, if any."""
+        """e_c [K, q]: mean of z over the prototypes of a class that the head gets right, if there are any."""
         z = net.project(w, pool.u)
         right = net.classify(w, pool.u, z).argmax(1) == pool.label
         table = calibration.class_table(z, pool.label, torch.ones_like(z[:, 0]), old)
@@ -474,7 +462,7 @@ class Cspc(Method):
 
 
 def pooled(sets: Tree) -> Tree:
-    """Clients' sets by id -> u [N, d], label, source [N] (and owned [N]: the client's samples of the class)."""
+    """Clients' sets by id -> u [N, d], label, source [N] (and owned [N], its client's samples of its class)."""
     ids = sorted(sets, key=int)
     parts = [sets[i] for i in ids]
     out = Tree(
@@ -498,13 +486,11 @@ class FedCSPC(Cspc, FedAvg):
     """The paper's method: the plug-in on FedAvg."""
 
     preset: str = choice(
-        "paper",
-        "official_code",
-        why="explicit text before code; bugs of the code are never a default",
-        source="project",
+        "paper", "official_code", why="the text before the code, no fault of the code", source="project"
     )
-    local_base: str = choice("ce", "moon", why="moon: MOON's loss and state at the clients, with this setting's mu and "
-                             "temperature: the same run as moon+cspc", source="CSPC 5")  # fmt: skip
+    local_base: str = choice(
+        "ce", "moon", why="moon: MOON at the clients with this setting's mu, the same run as moon+cspc", source="CSPC 5"
+    )
 
     presets: ClassVar[Mapping[str, Mapping[str, Any]]] = {
         "paper": {},
@@ -519,9 +505,7 @@ class FedCSPC(Cspc, FedAvg):
 
     def __post_init__(self) -> None:
         if self.local_base == "moon":
-            raise UserError(
-                "fedcspc local_base=moon is another class: FedCSPC.build(options, setting) makes it"
-            )
+            raise UserError("fedcspc local_base=moon is another class: FedCSPC.build(options, setting) makes it")
 
     @classmethod
     def build(cls, options: Mapping[str, Any], setting: Callable[[str], Mapping[str, Any]]) -> Method:

@@ -1,7 +1,7 @@
-"""FedNH: a cosine head whose class prototypes start evenly spread and move slowly to the clients' class means.
+"""FedNH: a cosine head whose class prototypes start evenly spread and follow the clients' class means slowly.
 
-Dai, Chen, Li, Heinecke, Sun and Xu, "Tackling data heterogeneity in federated learning with class prototypes",
-AAAI 2023 (arXiv 2212.02758).
+Dai, Chen, Li, Heinecke, Sun and Xu, "Tackling data heterogeneity in federated learning with class
+prototypes", AAAI 2023 (arXiv 2212.02758).
 
     paper                                                           here
     W^0: K unit vectors, their smallest distance the largest        `start`, with spread.py
@@ -13,14 +13,15 @@ AAAI 2023 (arXiv 2212.02758).
 
 rho = 1 is FedUH, the fixed uniform head: W is sent once and nobody measures class means.
 
-Against the authors' code (Yutong-Dai/FedNH @60c3161): it starts from K orthonormal rows, which is not the problem
-that the paper states (`proto_init`); it drops the normalisation inside blocks for FedNH alone on Tiny-ImageNet
-(field `resnet_norm`); its seeds are shifted copies of each other and all its clients shuffle alike (fields
-`client_sampling`, `client_seed`). Preset official_code restores all of these. What the text leaves open follows
-the code. Its norm-10 clip and plain average are fields (`grad_clip_norm`, `model_weighting`).
+Against the authors' code (Yutong-Dai/FedNH @60c3161): it starts from K orthonormal rows, which is not the
+problem that the paper states (`proto_init`); it drops the normalisation inside blocks for FedNH alone on
+Tiny-ImageNet (field `resnet_norm`); its seeds are shifted copies of each other and all its clients shuffle
+alike (fields `client_sampling`, `client_seed`). Preset official_code restores all of these. What the text
+leaves open follows the code; its norm-10 clip and plain average are fields (`grad_clip_norm`,
+`model_weighting`).
 
-Checked against: plain NumPy on three vectors; from W = I and rho = 0.9 two clients that own class 0 with 3 and 1
-samples move W_0 to (0.997269, 0.073856, 0). No table of the paper was at hand.
+Checked against: plain NumPy on three vectors; from W = I and rho = 0.9 two clients that own class 0 with 3
+and 1 samples move W_0 to (0.997269, 0.073856, 0). No table of the paper was at hand.
 """
 
 from __future__ import annotations
@@ -82,12 +83,12 @@ WEIGHTS: dict[str, Weight] = {
     "uniform_all": lambda n, has, mu, w: torch.ones_like(has),
     "confidence": lambda n, has, mu, w: (w * mu).sum(1).exp() * has,
 }
-"""Weight [K] of a client's means mu [K, d]: n [K] samples, has [K] 1 where it has the class, w the prototypes."""
+"""Weight [K] of a client's means mu [K, d]: n [K] samples, has [K] 1 or 0, w [K, d] the prototypes."""
 
 
 @dataclass(frozen=True)
 class FedNH(Method):
-    """shared: net (body and scale `scale` [1]), proto W [K, d]; upload: net, m Rows n_c mu_c [K, d], n [K] counts."""
+    """shared: net (the body and `scale` [1]), proto W [K, d]. upload: net, m Rows n_c mu_c [K, d], n [K]."""
 
     # fmt: off
     preset: str = choice(
@@ -99,18 +100,18 @@ class FedNH(Method):
         "maxmin", "orthogonal", "random_unit", why="the stated problem; code: K orthonormal rows (K <= d)",
         source="FedNH 3; code FedUH.py:60")
     proto_client_weight: str = choice(
-        "count", "uniform_present", "uniform_all", "confidence", why="by samples of the class; equally among its "
-        "owners; their sum over all drawn; exp <W_c, mu>, with means weighted by probability, unused in the code",
+        "count", "uniform_present", "uniform_all", "confidence", why="by samples of the class; equally among "
+        "its owners; their sum over all drawn; exp <W_c, mu>, means weighted by probability, unused in the code",
         source="FedNH eq. 4; code FedNH.py:123-144")
     client_proto_norm: str = choice(
-        "unit_mean_unit", "unit_mean", "raw_mean_unit", why="mean of unit embeddings, made unit; not made unit; "
-        "mean of raw ones", source="FedNH eq. 3; code")
+        "unit_mean_unit", "unit_mean", "raw_mean_unit", why="mean of unit embeddings, made unit; not made "
+        "unit; mean of raw ones, made unit", source="FedNH eq. 3; code")
     proto_pre_normalize: bool = flag(
-        True, why="the mean is made unit before it is mixed in; a short one would raise rho", source="FedNH code")
+        True, why="the mean is made unit before it is mixed in; a short one raises rho", source="FedNH code")
     proto_post_normalize: bool = flag(
         True, why="W is made unit after the mixing", source="FedNH code")
-    scale_init: Any = number(
-        "by_net", 1, 20, 30, words=("by_net",), low=1, why="by_net: 20 for ResNets, else 1; 30 is off in the code",
+    scale_init: int | str = number(
+        "by_net", 1, 20, 30, words=("by_net",), low=1, why="by_net: 20 for ResNets, else 1; 30: off in the code",
         source="FedNH code CNN.py:51, 108")
     scale_trainable: bool = flag(
         True, why="stated", source="FedNH 3")
@@ -119,7 +120,7 @@ class FedNH(Method):
     proto_transform: str = choice(
         "train", "test", why="class means of augmented samples", source="FedNH code")
     proto_timing: str = choice(
-        "final_pass", "last_epoch", why="class means by the final weights, or on the way through the last epoch",
+        "final_pass", "last_epoch", why="class means of the final weights, or on the way in the last epoch",
         source="FedNH code")
     pm_proto: str = choice(
         "train_time", "updated", why="W of the personal model: as in training", source="FedNH code")
@@ -129,7 +130,7 @@ class FedNH(Method):
         True, why="false: no ReLU before h, which may then reach all of the sphere; cnn_fednh only",
         source="FedNH code")
     embed_layer: str = choice(
-        "head_input", "encoder", why="with a projection: z, the body of the table's other methods; or r, without it",
+        "head_input", "encoder", why="nets with a projection: z, so that all methods share a body; or r",
         source="project")
     # fmt: on
 
@@ -161,13 +162,12 @@ class FedNH(Method):
     def check(self, protocol: Protocol, net: Net) -> None:
         if self.proto_init == "orthogonal" and net.classes > self.width(net):
             raise UserError(
-                f"fednh proto_init=orthogonal: no {net.classes} orthogonal rows (one per class) in {self.width(net)} "
-                f"dimensions; proto_init=maxmin spreads any number"
+                f"fednh proto_init=orthogonal: {net.classes} classes cannot have orthogonal rows in "
+                f"{self.width(net)} dimensions; proto_init=maxmin spreads any number"
             )
         if not self.embed_relu and not net.optional_relu:
             raise UserError(
-                f"fednh embed_relu=false: {net.name} has no ReLU before its embedding that could be left out; "
-                f"model=cnn_fednh has"
+                f"fednh embed_relu=false: {net.name} has no last ReLU that can be left out; model=cnn_fednh has one"
             )
         if self.preset == "official_code" and protocol.dataset == "tiny-imagenet":
             need("fednh preset=official_code on tiny-imagenet", protocol, resnet_norm="none_fednh")
@@ -203,7 +203,8 @@ class FedNH(Method):
 
     def logits(self, w: Tree, h: Tensor, proto: Tensor) -> Tensor:
         """s <h/|h|, W_c> [rows, K]; 0 without gradient for a dead row."""
-        return w["scale"] * (unit(h, LEAST) @ proto.mT)
+        out: Tensor = w["scale"] * (unit(h, LEAST) @ proto.mT)
+        return out
 
     def scores(self, net: Net, tree: Tree, x: Tensor) -> Tensor:
         """The cosine logits of a model Tree(net, proto)."""
@@ -229,14 +230,12 @@ class FedNH(Method):
         return class_sums(rows, h if self.client_proto_norm == "raw_mean_unit" else unit(h, LEAST))
 
     def directions(self, sums: Tree) -> Tree:
-        """Class sums -> Tree(m Rows n_c mu_c [K, d], n [K] int64); a class whose embeddings cancel is absent."""
+        """Class sums -> Tree(m Rows n_c mu_c [K, d], n [K] int64); a class without a direction is absent."""
         mean = sums.sum / sums.n.clamp_min(1)[:, None]
         again = self.client_proto_norm != "unit_mean" or self.proto_client_weight == "confidence"
         has = (sums.n > 0) & alive(mean, LEAST)
         n = sums.n * has
-        return Tree(
-            m=Rows(n[:, None] * (unit(mean, LEAST) if again else mean), has), n=n.round().to(torch.int64)
-        )
+        return Tree(m=Rows(n[:, None] * (unit(mean, LEAST) if again else mean), has), n=n.round().to(torch.int64))
 
     def local(self, client: Client, shared: Tree, own: Tree) -> Program:
         self.refuse_long(shared.proto)
@@ -263,21 +262,19 @@ class FedNH(Method):
 
     # ---- server --------------------------------------------------------------------------------------------
 
-    def aggregate(
-        self, server: Server, shared: Tree, private: Tree, uploads: list[Tree]
-    ) -> tuple[Tree, Tree]:
+    def aggregate(self, server: Server, shared: Tree, private: Tree, uploads: list[Tree]) -> tuple[Tree, Tree]:
         net = server.merge(shared.net, [u.net for u in uploads])
         if bool(net["scale"] <= 0):
             raise RuntimeError(
-                f"fednh: the averaged scale fell to {float(net['scale']):g} in round {server.round}, below 0 it turns "
-                f"every prediction round; a lower client_lr or scale_trainable=false keeps it positive"
+                f"fednh: the averaged scale fell to {float(net['scale']):g} in round {server.round}; below 0 it "
+                f"reverses every prediction, a lower client_lr or scale_trainable=false keeps it positive"
             )
         if self.fixed:
             return Tree(net=net), Tree()
         return Tree(net=net, proto=self.move(shared.proto, uploads)), Tree()
 
     def move(self, proto: Tensor, uploads: list[Tree]) -> Tensor:
-        """eq. (4): W [K, d] after a round; the row of a class that no client sent stays as it is, bit for bit."""
+        """Equation 4: W [K, d] after a round; a class that no client sent keeps its row bit for bit."""
         total, mass = torch.zeros_like(proto), proto.new_zeros(len(proto))
         seen = torch.zeros(len(proto), dtype=torch.bool, device=proto.device)
         for u in uploads:

@@ -115,9 +115,7 @@ class FedProc(FedAvg):
         "global", "local", "global_pos_local_neg",
         why="text and code agree; alg. 1 line 18 has a client's index", source="FedProc 3.2",
     )  # fmt: skip
-    proto_weighting: str = choice(
-        "uniform", "count", why="printed; the code counts samples", source="FedProc alg. 1"
-    )
+    proto_weighting: str = choice("uniform", "count", why="printed; the code counts samples", source="FedProc alg. 1")
     empty_class: str = choice(
         "skip", "zero_fill", "carry_received", why="a client without a class says nothing about it",
         source="FedProc code",
@@ -132,15 +130,9 @@ class FedProc(FedAvg):
         why="eq. 4 and code; alg. 1 counts the positive twice",
         source="FedProc eq. 4",
     )
-    gpc_temperature: float = number(
-        1.0, 0.5, 0.1, above=0, why="none in paper and code", source="FedProc eq. 4"
-    )
-    alpha_schedule: str = choice(
-        *SCHEDULES, why="printed; the code divides by 100 whatever T", source="FedProc 3.2"
-    )
-    alpha_granularity: str = choice(
-        "round", "epoch", "step", why="printed: once per round", source="FedProc alg. 1"
-    )
+    gpc_temperature: float = number(1.0, 0.5, 0.1, above=0, why="none in paper and code", source="FedProc eq. 4")
+    alpha_schedule: str = choice(*SCHEDULES, why="printed; the code divides by 100 whatever T", source="FedProc 3.2")
+    alpha_granularity: str = choice("round", "epoch", "step", why="printed: once per round", source="FedProc alg. 1")
     round0_loss: str = choice("as_scheduled", "ce_only", why="printed: alpha_0 = 1", source="FedProc alg. 1")
     schedule_t0: int = choice(0, 1, why="alg. 1 counts rounds from 0", source="FedProc alg. 1")
     proto_init: str = choice(
@@ -150,12 +142,8 @@ class FedProc(FedAvg):
     proto_bn_mode: str = choice(
         "eval", "train_frozen_stats", "train", why="the code's train mode is a side effect", source="project"
     )
-    proto_transform: str = choice(
-        "train", "test", why="the code's means see augmented images", source="FedProc code"
-    )
-    proto_drop_last: bool = flag(
-        False, why="all samples of class k, as the text says", source="FedProc eq. 5"
-    )
+    proto_transform: str = choice("train", "test", why="the code's means see augmented images", source="FedProc code")
+    proto_drop_last: bool = flag(False, why="all samples of class k, as the text says", source="FedProc eq. 5")
     proto_participants: str = choice(
         "sampled", "all_latest",
         why="the server averages what arrives; or every client's latest means", source="FedProc alg. 1",
@@ -262,9 +250,7 @@ class FedProc(FedAvg):
         if self.empty_class == "zero_fill":
             return Rows(torch.where(table.has[:, None], table.values, 0.0), torch.ones_like(table.has))
         if self.empty_class == "carry_received":
-            return Rows(
-                torch.where(table.has[:, None], table.values, received.values), table.has | received.has
-            )
+            return Rows(torch.where(table.has[:, None], table.values, received.values), table.has | received.has)
         return table
 
     def adopt(self, server: Server, shared: Tree, private: Tree, uploads: list[Tree]) -> tuple[Tree, Tree]:
@@ -284,9 +270,7 @@ class FedProc(FedAvg):
         kept = latest if self.proto_participants == "all_latest" else Tree()
         return Tree(proto=Rows(values, has)), Tree(seen=seen, latest=kept)
 
-    def aggregate(
-        self, server: Server, shared: Tree, private: Tree, uploads: list[Tree]
-    ) -> tuple[Tree, Tree]:
+    def aggregate(self, server: Server, shared: Tree, private: Tree, uploads: list[Tree]) -> tuple[Tree, Tree]:
         model, _ = super().aggregate(server, shared, private, uploads)
         table, kept = self.adopt(server, shared, private, uploads)
         return model | table, kept

@@ -33,9 +33,7 @@ class FedProx(FedAvg):
 
     mu: float = number(0.01, 0.001, 0.1, 1.0, low=0, why="CIFAR-10: best of the four; CIFAR-100, Tiny: 0.001",
                        source="MOON 4.2")  # fmt: skip
-    prox_half: bool = flag(
-        True, why="(mu/2)|.|^2 as the paper and all codes; false: mu |.|^2", source="FedProx eq. 2"
-    )
+    prox_half: bool = flag(True, why="(mu/2)|.|^2 as the paper and all codes; false: mu |.|^2", source="FedProx eq. 2")
     prox_in_momentum: bool = flag(
         True,
         why="follows from the printed loss; false: a plain pull beside the momentum buffer",

@@ -56,9 +56,7 @@ class MOON(FedAvg):
         "use_projection_head", "bn_buffers", "report", "client_lr", "partition_cap", "rounds", "drop_last",
     )  # fmt: skip
 
-    preset: str = choice(
-        "paper", "official_code", why="the text; official_code: own_init_late", source="MOON 3.3"
-    )
+    preset: str = choice("paper", "official_code", why="the text; official_code: own_init_late", source="MOON 3.3")
     mu: float = number(1.0, 0.1, 5.0, 10.0, low=0, why="published: CIFAR-10 5, CIFAR-100 and Tiny 1",
                        source="MOON 4.2")  # fmt: skip
     temperature: float = number(0.5, 0.1, 1.0, above=0, why="best of the three", source="MOON 4.1")

@@ -1,8 +1,8 @@
-"""FedCSPC's three client regularisers: a batch of embeddings takes the places that the global prototypes have.
+"""FedCSPC's client regularisers: a batch of embeddings is to lie as the global prototypes of its classes do.
 
-Each is a mean over valid rows, triplets or pairs, 0 if there are none. A row is valid (`ok` [rows], 1 or 0) if it is
-real and its class has a global prototype. Everything is pure torch without a branch on the value of a tensor.
-Norms of equal rows pass no gradient, and zero rows have no direction: neither can make a NaN.
+Each is a mean over valid rows, triplets or pairs, 0 if there are none. A row is valid (`ok` [rows], 1 or 0)
+if it is real and its class has a global prototype. Everything is pure torch without a branch on the value of
+a tensor. Norms of equal rows pass no gradient, and zero rows have no direction: neither can make a NaN.
 """
 
 from __future__ import annotations
@@ -21,7 +21,7 @@ LEAST = 1e-8
 """A shorter vector has no direction: every cosine with it is 0."""
 
 LOWEST = -1e9
-"""The similarity to a prototype that does not exist: its softmax is exactly 0, a row without any stays finite."""
+"""The similarity to a missing prototype: its softmax is exactly 0, and a row without any stays finite."""
 
 
 def lengths(x: Tensor) -> Tensor:
@@ -32,18 +32,17 @@ def lengths(x: Tensor) -> Tensor:
 def angles(length: Tensor, count: Tensor | float = 1.0) -> Tensor:
     """[v, a, b] cosines at x_v between the directions to x_a and x_b, 0 where x_v equals one of them.
 
-    By the law of cosines from the distances, which costs rows^3 where differences cost rows^2 d: this is where the
-    time of FedCSPC's training goes. count [rows, rows], 0 or 1: directions that do not count are 0 too.
+    By the law of cosines from the distances, which costs rows^3 where differences cost rows^2 d: this is
+    where the time of FedCSPC's training goes. count [rows, rows], 0 or 1: directions that do not count are 0 too.
     """
-    apart = (length >= LEAST) * count
-    inverse = torch.where(length >= LEAST, length, 1.0).reciprocal() * apart
+    inverse = torch.where(length >= LEAST, length, torch.inf).reciprocal() * count
     square = length.square()
     twice = square[:, :, None] + square[:, None] - square  # 2 <x_a - x_v, x_b - x_v>
     return twice * (inverse / 2)[:, :, None] * inverse[:, None]
 
 
 class Places(NamedTuple):
-    """Rows and what they are to be like: embeddings h and their classes' prototypes u [rows, d], y and ok [rows]."""
+    """Embeddings h and the prototypes u of their classes [rows, d], classes y and validity ok [rows]."""
 
     h: Tensor
     u: Tensor
@@ -80,17 +79,18 @@ def edge(p: Places, h: Tensor, u: Tensor) -> Tensor:
 
 
 def angle(p: Places, h: Tensor, u: Tensor) -> Tensor:
-    """L_A: mean | cos at v of (a, v, b) - the same among prototypes | over triplets of three different classes."""
+    """L_A: mean | cos at v of (a, v, b) - the same among prototypes | over triplets of three classes."""
     other = p.other()
-    gaps = (
-        (angles(h, other) - angles(u, other)).abs().sum(0)
-    )  # [a, b]; every triplet stands at (a, b) and (b, a)
+    gaps = (angles(h, other) - angles(u, other)).abs().sum(0)  # [a, b]: every triplet counts twice
     triplets = (other @ other * other).sum()
     return (gaps * other).sum() / triplets.clamp_min(1)
 
 
 def sampled_angle(p: Places, uniform: Tensor) -> Tensor:
-    """L_A over the items floor(uniform count) of the list of valid triplets in the order (v, a < b); uniform [m]."""
+    """L_A over some of the valid triplets: items floor(uniform count) of their list in the order (v, a < b).
+
+    uniform [m].
+    """
     other, n = p.other(), len(p.y)
     ends = other.triu(1)  # [a, b], a < b
     completed = (other * (other @ ends.mT)).to(torch.int64).flatten()  # [v, a]: so many b
@@ -100,7 +100,8 @@ def sampled_angle(p: Places, uniform: Tensor) -> Tensor:
     pair = torch.searchsorted(until, item, right=True).clamp_max(n * n - 1)
     v, a = pair // n, pair % n
     before = item - (until[pair] - completed[pair])  # so many b of this pair come first
-    b = ((other[v] * ends[a]).cumsum(1) <= before[:, None]).sum(1).clamp_max(n - 1)
+    ends_here = (other[v] * ends[a]).to(torch.int64).cumsum(1)
+    b = (ends_here <= before[:, None]).sum(1).clamp_max(n - 1)
 
     def cosine(x: Tensor) -> Tensor:
         return (unit(x[a] - x[v], LEAST) * unit(x[b] - x[v], LEAST)).sum(-1)

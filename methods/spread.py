@@ -1,7 +1,7 @@
 """Class directions on the unit sphere that are as far from each other as can be.
 
-`maxmin(K, d, stream)` maximises the smallest distance between K unit vectors of R^d: the regular simplex while it
-fits, the cross-polytope up to 2d vectors (Rankin's bound), beyond that a solver. Everything is float64.
+`maxmin(K, d, stream)` maximises the smallest distance between K unit vectors of R^d: the regular simplex
+while it fits, the cross-polytope up to 2d vectors (Rankin's bound), beyond that a solver. All in float64.
 """
 
 from __future__ import annotations
@@ -56,21 +56,21 @@ def cross_polytope(classes: int, dim: int) -> Matrix:
 
 
 def _helmert(classes: int) -> Matrix:
-    """[K, K-1] an orthonormal basis of the vectors that sum to 0: column j is j ones, then -j, over sqrt(j(j+1))."""
+    """[K, K-1] orthonormal basis of vectors that sum to 0: column j is j ones, then -j, over sqrt(j(j+1))."""
     j = np.arange(1, classes)
     below = np.arange(classes)[:, None]
-    return np.where(below < j, 1.0, np.where(below == j, -j, 0.0)) / np.sqrt(j * (j + 1))
+    return np.asarray(np.where(below < j, 1.0, np.where(below == j, -j, 0.0)) / np.sqrt(j * (j + 1)))
 
 
 @functools.lru_cache(maxsize=8)
 def _solve(starts: bytes, shape: tuple[int, int, int]) -> Matrix:
-    """The best of several descents; a run of minutes at most, so that equal starts are solved once."""
+    """The best of several descents from `starts` (bytes of float64); equal starts are solved once."""
     ends = [_descend(start) for start in np.frombuffer(starts).reshape(shape)]
     return max(ends, key=_smallest_distance)
 
 
 def _descend(start: Matrix) -> Matrix:
-    """Push close pairs apart: descent on a soft maximum of the inner products that hardens with every step."""
+    """Push close pairs apart: descent on a soft maximum of the inner products that hardens step by step."""
     w = _unit(start)
     classes = len(w)
     itself = np.eye(classes, dtype=bool)
@@ -83,8 +83,8 @@ def _descend(start: Matrix) -> Matrix:
 
 
 def _smallest_distance(w: Matrix) -> float:
-    return float(-np.max(w @ w.T - 4 * np.eye(len(w))))
+    return float(-np.max(w @ w.T - 4 * np.eye(len(w))))  # by inner products, without those of a row with itself
 
 
 def _unit(v: Matrix) -> Matrix:
-    return v / np.maximum(np.linalg.norm(v, axis=-1, keepdims=True), 1e-12)
+    return np.asarray(v / np.maximum(np.linalg.norm(v, axis=-1, keepdims=True), 1e-12))

@@ -8,13 +8,14 @@ import time
 from collections.abc import Callable, Iterator, Mapping, Sequence
 from contextlib import contextmanager
 from dataclasses import dataclass
+from functools import partial
 from pathlib import Path
 from typing import Any
 
 from rich.console import Console
 from rich.table import Table
 
-from . import records, registry, run
+from . import records, run
 from .cells import Cell
 from .engine import workers
 from .errors import UserError
@@ -56,7 +57,7 @@ class Planned:
         steps = samples / p.batch_size * STEP_SECONDS / (1 if ready.document["network"]["engine"] == "loop" else 5)
         personal = max(1, int(p.participation * p.clients + 1e-9)) if len(p.metrics) > 1 else 0
         tests = (1 + personal) * len(ready.data.y_test) * ready.net.macs() / RATES["loop"] / p.eval_every
-        return self.left * (work + steps + tests)
+        return self.left * (ready.method.cost * (work + steps) + tests)
 
 
 def plan(cells: Sequence[Cell], results: Path) -> list[Planned]:
@@ -74,15 +75,15 @@ def plan(cells: Sequence[Cell], results: Path) -> list[Planned]:
 def priced(planned: Sequence[Planned], count: int) -> Table:
     """What --dry-run shows."""
     table = Table(title="Nothing runs: cells, their digests, estimated time")
-    for column in ("method", "cell", "digest", "rounds", "in store", "about"):
+    for column in ("cell", "digest", "rounds", "in store", "about"):
         table.add_column(column)
     for p in planned:
         there = "finished" if p.finished else f"{p.done} rounds" if p.done else "-"
-        table.add_row(registry.label(p.ready.cell.method.name), p.label, p.ready.digest,
-                      str(p.ready.cell.protocol.rounds), there, duration(p.seconds()))  # fmt: skip
+        rounds = str(p.ready.cell.protocol.rounds)
+        table.add_row(p.label, p.ready.digest, rounds, there, duration(p.seconds()))
     total = sum(p.seconds() for p in planned)
     longest = max((p.seconds() for p in planned), default=0.0)
-    table.caption = f"about {duration(max(total / max(count, 1), longest))} with {count} workers, extra passes of methods apart"
+    table.caption = f"about {duration(max(total / max(count, 1), longest))} with {count} workers"
     return table
 
 
@@ -113,6 +114,14 @@ class Outcome:
         """The report's folder: what was split how, and which runs it is about."""
         groups = dict.fromkeys(p.folder.parent.name for p in self.planned)
         return f"{'-'.join(groups)[:60]}-{digest({'runs': sorted(p.ready.digest for p in self.planned)})[:8]}"
+
+    @property
+    def title(self) -> str:
+        """What the table is about, in words."""
+        cells = [p.ready.cell.protocol for p in self.planned]
+        betas = ", ".join(dict.fromkeys(f"{p.beta:g}" for p in cells if p.partition.startswith("dir")))
+        names = ", ".join(dict.fromkeys(p.ready.data.name for p in self.planned))
+        return f"{names}: {', '.join(dict.fromkeys(p.partition for p in cells))}" + (f", beta {betas}" if betas else "")
 
     @property
     def code(self) -> int:
@@ -160,7 +169,7 @@ def _in_this_process(
 
     for number, order in enumerate(orders):
         try:
-            ended(number, play(order, lambda event, n=number: tell(n, event)), None)
+            ended(number, play(order, partial(tell, number)), None)
         except UserError as e:
             ended(number, None, (str(e), ""))
         except Exception as e:

@@ -32,7 +32,9 @@ def option(default: Any, names: str, help: str) -> Any:
     return typer.Option(default, *names.split(), help=help, show_default=default is not None)
 
 
-DataDir = Annotated[Text, typer.Option("--data-dir", help="Where data sets lie (default: $PROTOFL_DATA, ./data, cache).")]
+DataDir = Annotated[
+    Text, typer.Option("--data-dir", help="Where data sets lie (default: $PROTOFL_DATA, ./data, cache).")
+]
 Results = Annotated[Path, typer.Option("--results", help="Where runs are stored.")]
 
 
@@ -44,7 +46,9 @@ def _version(show: bool) -> None:
 
 @app.callback()
 def root(
-    version: Annotated[bool, typer.Option("--version", callback=_version, is_eager=True, help="Show the version.")] = False,
+    version: Annotated[
+        bool, typer.Option("--version", callback=_version, is_eager=True, help="Show the version.")
+    ] = False,
 ) -> None:
     pass
 
@@ -141,10 +145,10 @@ def _finish(outcome: Any, reports: Path | None, results: Path) -> int:
     from .report import read, report, tables
 
     if outcome.summaries:
-        stored = read.runs([p.folder for p in outcome.planned])
+        stored = read.runs([p.folder for p in outcome.planned if p.folder.is_dir()])
         out.print(tables.terminal(stored))
         if reports is not None:
-            page = report(stored, reports / outcome.name, title="protofl bench", command=_command())
+            page = report(stored, reports / outcome.name, title=outcome.title, command=_command())
             out.print(f"report: {page}", highlight=False, soft_wrap=True)
         out.print(f"runs:   {results}", highlight=False, soft_wrap=True)
     for digest, (line, trace) in outcome.failures.items():
@@ -179,7 +183,9 @@ def datasets(context: typer.Context, data_dir: DataDir = None) -> None:
 
 
 @datasets_app.command()
-def fetch(name: Annotated[str, typer.Argument(help="A data set that can be downloaded.")], data_dir: DataDir = None) -> None:
+def fetch(
+    name: Annotated[str, typer.Argument(help="A data set that can be downloaded.")], data_dir: DataDir = None
+) -> None:
     """Download a data set (through torchvision, or the official archive)."""
     from .data import fetch as download
 
@@ -221,7 +227,7 @@ def partition_(
 
 @app.command("report")
 def report_(
-    folders: Annotated[Optional[list[Path]], typer.Argument(help="Results folders or runs; default: results.")] = None,  # noqa: UP045
+    folders: Annotated[list[Path] | None, typer.Argument(help="Results folders or runs; default: results.")] = None,
     to: Annotated[Path, typer.Option("--out", help="Where the report is written.")] = Path("reports/report"),
 ) -> None:
     """Write a report (Markdown, PNG, CSV) over stored runs."""

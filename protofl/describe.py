@@ -3,7 +3,7 @@
 from __future__ import annotations
 
 import inspect
-from collections.abc import Mapping
+from collections.abc import Mapping, Sequence
 from pathlib import Path
 from typing import Any
 
@@ -41,7 +41,10 @@ def one(name: str) -> Group:
     fields = options.fields(Protocol)
     left_open = {n: fields[n] for n in cls.open_fields}
     if left_open:
-        parts += [Text(), _options("Protocol fields left open too, for every method of a table (--set FIELD=VALUE)", left_open)]
+        parts += [
+            Text(),
+            _options("Protocol fields left open too, for every method of a table (--set FIELD=VALUE)", left_open),
+        ]
     for preset, values in cls.presets.items():
         needs = cls.needs.get(preset, {})
         said = ", ".join(f"{k}={options.text(v)}" for k, v in values.items()) or "the defaults"
@@ -57,7 +60,9 @@ def _options(title: str, fields: Mapping[str, Any]) -> Table:
         table.add_column(column, overflow="fold")
     for name, field in fields.items():
         o = options.option(field)
-        readings = o.limits() if o.closed else "; ".join(filter(None, [", ".join(map(options.text, o.readings)), o.limits()]))
+        readings = (
+            o.limits() if o.closed else "; ".join(filter(None, [", ".join(map(options.text, o.readings)), o.limits()]))
+        )
         table.add_row(*map(Text, (name, options.text(field.default), readings, o.why, o.source)))
     return table
 
@@ -71,7 +76,8 @@ def all_datasets(data_dir: Path | None) -> Table:
         table.add_column(column, overflow="fold")
     for name, source in data.known().items():
         place = data.locate(name, data_dir)
-        where = str(place.path) if place.found else "looked in " + ", ".join(map(str, place.looked))
+        found = place.path or "inside scikit-learn"
+        where = str(found) if place.found else "looked in " + ", ".join(map(str, place.looked))
         table.add_row(name, source.what, "yes" if place.found else "no", Text(where))
     table.caption = "also: a folder with train/ and test/, or a .npz with x_train, y_train, x_test, y_test"
     return table
@@ -95,17 +101,27 @@ def split(cell: Cell, console: Console, figure: str | None, save: str | None) ->
     console.print(table)
     s = made.skew
     console.print(
-        f"sizes {made.sizes.min()} to {made.sizes.max()}; skew: {s}\n"
+        f"sizes {made.min_size} to {made.max_size}; classes per client {s.classes_per_client:.3g}; label entropy "
+        f"{s.label_entropy:.3g} nats, {s.label_entropy_normalised:.3g} of ln K; size sd / mean {s.size_cv:.3g}; "
+        f"total variation {s.total_variation:.3g}, JS distance {s.js_distance:.3g} (larger: more skewed)\n"
         f"counts {made.count_hash()}, indices {made.index_hash()}, attempts {made.attempts}"
         + (f"\n{made.note}" if made.note else ""), highlight=False, markup=False,
     )  # fmt: skip
     if figure:
-        from .report.figures import save_partition
-
-        save_partition(made.counts, data.classes, Path(figure))
+        draw_counts(made.counts.tolist(), data.classes, Path(figure))
         console.print(f"heat map: {figure}", highlight=False, soft_wrap=True)
     if save:
         console.print(f"split: {save_split(made, save)}", highlight=False, soft_wrap=True)
+
+
+def draw_counts(counts: list[list[int]], classes: Sequence[str], path: Path) -> None:
+    """Samples by client and class as a heat map."""
+    import pandas as pd
+
+    from .report.figures import draw_split
+
+    rows = [(i, c, n) for i, row in enumerate(counts) for c, n in zip(classes, row)]
+    draw_split(pd.DataFrame(rows, columns=["client", "class", "samples"]), path)
 
 
 def replayed(told: Mapping[str, Any]) -> Table:

@@ -108,7 +108,11 @@ def personal_accuracy(correct: np.ndarray, per_class: np.ndarray, weights: np.nd
 
 def class_weights(counts: np.ndarray) -> dict[str, np.ndarray]:
     """a_ic of a client with these class counts [K], by weighting."""
-    return {"uniform": np.ones(len(counts)), "v": (counts > 0).astype(float), "l": counts / max(counts.sum(), 1)}
+    return {
+        "uniform": np.ones(len(counts)),
+        "v": (counts > 0).astype(float),
+        "l": counts / max(counts.sum(), 1),
+    }
 
 
 def fairness(values: list[float]) -> tuple[float, float]:

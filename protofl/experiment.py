@@ -8,10 +8,11 @@ from dataclasses import dataclass, field
 from pathlib import Path
 from typing import Any
 
-from . import options, protocol as protocols, registry
+from . import options, registry
+from . import protocol as protocols
+from .cells import Cell
 from .errors import UserError, nearest
 from .protocol import Protocol
-from .cells import Cell
 
 ALIASES = {"lr": "client_lr", "net": "model"}
 """Short names of protocol fields."""
@@ -108,7 +109,9 @@ def cells(settings: Settings) -> list[Cell]:
         raise UserError(f"a method is asked for twice: {', '.join(settings.methods)}")
     stray = set(settings.options) - set(labels)
     if stray:
-        raise UserError(f"options are set for {', '.join(sorted(stray))}, which the table does not have: add it to --methods")
+        raise UserError(
+            f"options are set for {', '.join(sorted(stray))}, which the table does not have: add it to --methods"
+        )
     preset, fields = _fields(settings)
     seeds, betas = settings.seeds or fields.pop("seeds", [0, 1, 2]), settings.betas or [fields["beta"]]
     fields.pop("seeds", None)

@@ -6,7 +6,8 @@ import random
 import time
 from collections.abc import Callable, Mapping
 from dataclasses import dataclass, field
-from typing import Any, Protocol as Interface
+from typing import Any
+from typing import Protocol as Interface
 
 import torch
 from numpy.random import RandomState
@@ -95,7 +96,11 @@ class RunClient(Client):
         self.index = task.parts[id]
         self.n, self.y = len(self.index), task.y[self.index.to(task.device)]
         self.counts = task.counts[id].to(task.dtype)
-        self.batch_size, self.drop_last, self.epochs = min(p.batch_size, max(self.n, 1)), p.drop_last, p.local_epochs
+        self.batch_size, self.drop_last, self.epochs = (
+            min(p.batch_size, max(self.n, 1)),
+            p.drop_last,
+            p.local_epochs,
+        )
         self.lr, self.momentum, self.weight_decay = p.learning_rate(max(t, 0)), p.momentum, p.weight_decay
         self.batches = rng.train(p.seed, t, 0 if p.client_seed == "shared" else id)
 
@@ -138,7 +143,7 @@ class RunServer(Server):
     def mean(self, trees: list[Tree], weights: Tensor | None = None) -> Tree:
         p = (self.weights if weights is None else weights).tolist()
 
-        def one(values: list[Tensor]) -> Tensor:
+        def one(values: list[Tensor]) -> Any:
             if not values[0].is_floating_point():
                 return torch.stack(values).amax(0)
             total = values[0] * p[0]
@@ -236,9 +241,8 @@ class Federation:
         able = [i for i in range(n) if len(self.task.parts[i])]
         m = max(1, int(p.participation * n + 1e-9))
         if p.client_sampling == "moon_compat":
-            stream = random.Random(p.seed)
-            rounds = [stream.sample(range(n), m) for _ in range(t + 1)]
-            return rounds[t]
+            earlier = random.Random(p.seed)
+            return [earlier.sample(range(n), m) for _ in range(t + 1)][t]
         compat = p.client_sampling == "fednh_compat"
         stream = RandomState((t + 1 + p.seed) % 2**32) if compat else rng.draw(p.seed, t)
         holds = set(able)
@@ -380,4 +384,13 @@ def without_buffers(tree: Tree, names: str | None) -> Tree:
     return Tree(kept).without(names)
 
 
-__all__ = ["DictMemory", "Federation", "Memory", "Round", "RunClient", "RunServer", "RunTask", "initial_weights"]
+__all__ = [
+    "DictMemory",
+    "Federation",
+    "Memory",
+    "Round",
+    "RunClient",
+    "RunServer",
+    "RunTask",
+    "initial_weights",
+]

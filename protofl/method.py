@@ -316,6 +316,8 @@ class Method:
     """Protocol fields that this paper leaves open: shown with the options by `protofl methods NAME`."""
     constant: ClassVar[tuple[str, ...]] = ()
     """Entries of `shared` that never change: billed once, with a client's first participation."""
+    cost: ClassVar[float] = 1.0
+    """Rough time of a round as a multiple of FedAvg's: for estimates and for starting long runs first."""
     keeps_personal: ClassVar[bool] = False
     """Whether every client keeps its personal model, so that all can be evaluated as trained."""
 

@@ -114,13 +114,15 @@ def convert(field: dataclasses.Field[Any], raw: Any, label: str) -> Any:
         items = raw.split(",") if isinstance(raw, str) else raw if isinstance(raw, tuple | list) else [raw]
         items = [i.strip() if isinstance(i, str) else i for i in items if i != ""]
         try:
-            made: Any = tuple(float(i) for i in items) if default and isinstance(default[0], float) else tuple(map(str, items))
+            made: Any = (
+                tuple(float(i) for i in items) if default and isinstance(default[0], float) else tuple(map(str, items))
+            )
         except ValueError:
             raise UserError(f"{label}: {text(raw)!r} is not a list of numbers") from None
         return made
     if o.closed:
         for reading in o.readings:
-            if text(raw).lower() == text(reading).lower() or raw == reading and type(raw) is type(reading):
+            if text(raw).lower() == text(reading).lower() or (raw == reading and type(raw) is type(reading)):
                 return reading
             if _is_number(reading) and _as_number(raw) == reading:
                 return reading

@@ -32,7 +32,10 @@ class Protocol:
     # data
     dataset: str = value("digits", why="the embedded default: no download", source="project")
     data_order: str = choice(
-        "folder_sorted", "torchvision", why="the same split for every layout of the files", source="protocol 1.1"
+        "folder_sorted",
+        "torchvision",
+        why="the same split for every layout of the files",
+        source="protocol 1.1",
     )
     augment: tuple[str, ...] = value((), why="what the setting's code does", source="protocol 3")
     mean: tuple[float, ...] = value((0.0,), why="per channel, of x/scale; none: not normalised", source="protocol 3")
@@ -46,7 +49,10 @@ class Protocol:
     beta: float = number(0.5, 0.05, 0.1, 0.3, 1.0, 5.0, above=0, why="Dirichlet concentration; smaller: more skewed",
                          source="MOON 4.1")  # fmt: skip
     alpha_convention: str = choice(
-        "per_class", "total", why="dir_client: beta per class, or in total (beta/K per class)", source="protocol 1.4"
+        "per_class",
+        "total",
+        why="dir_client: beta per class, or in total (beta/K per class)",
+        source="protocol 1.4",
     )
     clients: int = number(10, 100, low=1, why="MOON, FedProc, FedCSPC: 10; FedNH: 100", source="MOON 4.1")
     partition_seed: Any = number(
@@ -55,7 +61,9 @@ class Protocol:
     )  # fmt: skip
     partition_min_size: int = number(10, low=0, why="every client's least number of samples", source="MOON code")
     partition_min_classes: int = choice(2, 1, why="dir_class_fednh only", source="FedNH code")
-    partition_cap: bool = flag(True, why="a client with the mean size gets no more of later classes", source="MOON code")
+    partition_cap: bool = flag(
+        True, why="a client with the mean size gets no more of later classes", source="MOON code"
+    )
     max_tries: int = number(1000, 3, low=1, why="draws before on_min_fail", source="protocol 1.6")
     on_min_fail: str = choice("error", "accept_last", "repair", why="never an endless loop", source="protocol 1.6")
     # network
@@ -95,7 +103,9 @@ class Protocol:
     momentum: float = number(0.9, 0.0, low=0, high=1, why="MOON 4.1", source="MOON 4.1")
     weight_decay: float = number(1e-5, 1e-3, low=0, why="MOON 4.1", source="MOON 4.1")
     grad_clip_norm: float = number(0.0, 10.0, low=0, why="0: off; 10 in fednh.*", source="FedNH code")
-    optimizer_reset: str = choice("per_round", "never", why="momentum restarts: all codes", source="FedAvg, open choice")
+    optimizer_reset: str = choice(
+        "per_round", "never", why="momentum restarts: all codes", source="FedAvg, open choice"
+    )
     # aggregation
     model_weighting: str = choice("data_size", "uniform", why="uniform in fednh.*", source="MOON code")
     server_lr: float = number(1.0, above=0, why="plain average", source="FedAvg, open choice")
@@ -182,7 +192,9 @@ def preset_names() -> list[str]:
 def _chain(name: str) -> tuple[str, list[str]]:
     """'moon.cifar100_n50' -> family, its settings from weakest to strongest."""
     if name not in preset_names():
-        raise UserError(f"there is no preset {name!r}{nearest(name, preset_names())}; presets: {', '.join(preset_names())}")
+        raise UserError(
+            f"there is no preset {name!r}{nearest(name, preset_names())}; presets: {', '.join(preset_names())}"
+        )
     family, setting = name.split(".")
     chain = ["common"]
     if setting != "common":

@@ -34,7 +34,8 @@ from typing import Any
 import numpy as np
 import torch
 from filelock import FileLock, Timeout
-from safetensors.torch import load as load_tensors, save as save_tensors
+from safetensors.torch import load as load_tensors
+from safetensors.torch import save as save_tensors
 from torch import Tensor
 
 from .errors import UserError
@@ -213,7 +214,9 @@ class RunFolder:
         try:
             self.lock.acquire()
         except Timeout:
-            raise UserError(f"another process is at work on {self.path}: wait for it, or use another --results") from None
+            raise UserError(
+                f"another process is at work on {self.path}: wait for it, or use another --results"
+            ) from None
         if read_json(self.path / "protocol.json") != document:
             write_json(self.path / "protocol.json", document)
         write_json(self.path / "env.json", environment())
@@ -252,7 +255,7 @@ class RunFolder:
         folder = self.path / "prototypes"
         folder.mkdir(exist_ok=True)
         with tempfile.NamedTemporaryFile(dir=folder, suffix=".tmp", delete=False) as file:
-            np.savez(file, **{k: np.asarray(v) for k, v in arrays.items()})
+            np.savez(file, **dict(arrays))  # type: ignore[arg-type]
         os.chmod(file.name, 0o644)
         os.replace(file.name, folder / f"round-{t:05d}.npz")
 
@@ -264,7 +267,11 @@ class RunFolder:
 
     def save_state(self, state: State) -> None:
         """Write the state after a round, then drop all but the last two."""
-        notes = {"round": state.round, "met": state.met, "clients": {str(k): v for k, v in state.clients.items()}}
+        notes = {
+            "round": state.round,
+            "met": state.met,
+            "clients": {str(k): v for k, v in state.clients.items()},
+        }
         content = pack(Tree(shared=state.shared, private=state.private), notes)
         name = f"round-{state.round:05d}-{checksum(content)}.safetensors"
         write_bytes(self.path / "state" / name, content)

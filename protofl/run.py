@@ -5,6 +5,7 @@ from __future__ import annotations
 import dataclasses
 import functools
 import math
+import re
 import time
 from collections.abc import Callable, Mapping
 from dataclasses import dataclass
@@ -15,16 +16,20 @@ import numpy as np
 import torch
 from threadpoolctl import threadpool_limits
 
-from . import data as datasets, nets, protocol as protocols, records, registry
+from . import data as datasets
+from . import nets, records, registry
+from . import protocol as protocols
+from .cells import Cell
 from .data.augment import Pipeline
-from .data.partition import Partition, load as load_split, partition as make_split
+from .data.partition import Partition
+from .data.partition import load as load_split
+from .data.partition import partition as make_split
 from .errors import UserError
 from .evaluate import Scored, TestSet, global_row, personal_row, score
 from .federation import DTYPES, DictMemory, Federation, Memory, Round, RunTask, initial_weights
 from .method import Method
 from .nets import Net
 from .protocol import NUMBERS, Protocol
-from .cells import Cell
 from .tree import Tree, tensors
 
 UNDIGESTED = ("partition_file", "report", "std_over", "std_ddof")
@@ -82,12 +87,14 @@ def split(protocol: Protocol, data_dir: str | None) -> Partition:
     if p.partition == "file":
         made = _split(key, (), p.partition_file)
         if len(made.indices) != p.clients:
-            raise UserError(f"{p.partition_file} splits among {len(made.indices)} clients: set --clients {len(made.indices)}")
+            raise UserError(
+                f"{p.partition_file} splits among {len(made.indices)} clients: set --clients {len(made.indices)}"
+            )
         return made
-    fednh = p.partition == "dir_class_fednh"  # of which alone the least number of classes is a rule
+    classes = p.partition_min_classes if p.partition == "dir_class_fednh" else None  # a rule of that scheme alone
     fields = dict(
         scheme=p.partition, clients=p.clients, beta=p.beta, seed=p.split_seed(), min_size=p.partition_min_size,
-        min_classes=p.partition_min_classes if fednh else None, cap=p.partition_cap, max_tries=p.max_tries, on_min_fail=p.on_min_fail,
+        min_classes=classes, cap=p.partition_cap, max_tries=p.max_tries, on_min_fail=p.on_min_fail,
         alpha_convention=p.alpha_convention,
     )  # fmt: skip
     return _split(key, tuple(fields.items()), "")
@@ -117,26 +124,27 @@ def prepare(cell: Cell) -> Prepared:
     data = load_data(p.dataset, cell.data_dir, p.data_order)
     net = network(p, data)
     pipeline(p, data)
-    if p.device != "cpu" and not torch.cuda.is_available():
-        raise UserError(f"device {p.device!r}: this machine has no usable GPU; use --device cpu")
+    _check_device(p.device)
     method = cell.method.build(p)
     registry.check(method, p, net)
     made = split(p, cell.data_dir)
     engine = choose(p.engine, net.name, p.device)
     source = registry.source_hash(cell.method.name)
     name = registry.label(cell.method.name)
+    told = {"name": name, **registry.describe(method), "source": source}
+    fields_told = {**p.document(), "engine": engine, "dataset": data.name}
     identity = {
         "numbers": NUMBERS,
-        "method": {"name": name, **registry.describe(method), "source": source},
-        "protocol": {**p.document(), "engine": engine, "dataset": data.name},
+        "method": told,
+        "protocol": fields_told,
         "data": data.fingerprint,
         "partition": made.index_hash(),
     }
     document = {
         "digest": protocols.digest(identity),
         "name": type(method).__name__,
-        "method": {**identity["method"], "path": cell.method.name},
-        "protocol": {**identity["protocol"], **{n: getattr(p, n) for n in UNDIGESTED}},
+        "method": {**told, "path": cell.method.name},
+        "protocol": {**fields_told, **{n: getattr(p, n) for n in UNDIGESTED}},
         "preset": cell.method.preset,
         "numbers": NUMBERS,
         "data": {
@@ -150,6 +158,15 @@ def prepare(cell: Cell) -> Prepared:
         "network": {"name": net.name, "engine": engine, "parameters": net.count()},
     }  # fmt: skip
     return Prepared(cell, method, data, made, net, document)
+
+
+def _check_device(device: str) -> None:
+    if not re.fullmatch(r"cpu|cuda(:\d+)?", device):
+        raise UserError(f"device {device!r} is not one of cpu, cuda, cuda:N")
+    if device != "cpu" and not torch.cuda.is_available():
+        raise UserError(f"device {device!r}: torch finds no GPU on this machine; use --device cpu")
+    if ":" in device and int(device.split(":")[1]) >= torch.cuda.device_count():
+        raise UserError(f"device {device!r}: this machine has {torch.cuda.device_count()} GPUs, numbered from 0")
 
 
 def single_threaded() -> None:
@@ -192,6 +209,7 @@ class Run:
     def __init__(self, ready: Prepared, results: Path) -> None:
         self.ready, self.folder = ready, records.RunFolder(results / ready.folder)
         self.protocol, self.method = ready.cell.protocol, ready.method
+        self.scored: Scored | None = None
 
     def start(self) -> int:
         """Make the federation, from the newest whole state if there is one -> the next round."""
@@ -240,7 +258,15 @@ class Run:
                 self.folder.append(row)
                 self._save(now + 1)
                 self.folder.summarise(status="running", rounds=now + 1, of=p.rounds)
-                tell({"kind": "round", "round": now + 1, "rounds": p.rounds, "gm": row.get("gm"), "pm_v": row.get("pm_v")})
+                tell(
+                    {
+                        "kind": "round",
+                        "round": now + 1,
+                        "rounds": p.rounds,
+                        "gm": row.get("gm"),
+                        "pm_v": row.get("pm_v"),
+                    }
+                )
         except Diverged as e:
             summary = {"status": "diverged", "rounds": e.args[1], "of": p.rounds, "error": e.args[0]}
         except Exception as e:
@@ -248,7 +274,12 @@ class Run:
             self.folder.summarise(status="failed", rounds=done, of=p.rounds, error=str(e))
             raise
         else:
-            summary = {"status": "finished", "rounds": p.rounds, "of": p.rounds, "confusion": self.confusion()}
+            summary = {
+                "status": "finished",
+                "rounds": p.rounds,
+                "of": p.rounds,
+                "confusion": self.confusion(),
+            }
         self.folder.summarise(**summary)
         self.folder.finish()
         return summary
@@ -263,7 +294,12 @@ class Run:
         self.memory.round = t
         played = fed.play(t)
         self._check_finite(t, played)
-        row: dict[str, Any] = {"round": t, "lr": p.learning_rate(t), **self._cost(played), "terms": _finite(played.terms)}
+        row: dict[str, Any] = {
+            "round": t,
+            "lr": p.learning_rate(t),
+            **self._cost(played),
+            "terms": _finite(played.terms),
+        }
         began = time.perf_counter()
         if (t + 1) % p.eval_every == 0 or t + 1 == p.rounds:
             row |= self.evaluate(played)
@@ -293,7 +329,7 @@ class Run:
 
     def confusion(self) -> list[list[int]] | None:
         """Of the last evaluated global model: [true class][predicted class]."""
-        best = self.scored.headline if getattr(self, "scored", None) is not None else None
+        best = self.scored.headline if self.scored is not None else None
         return None if best is None else best.tolist()
 
     def _cost(self, played: Round) -> dict[str, Any]:
@@ -302,7 +338,9 @@ class Run:
 
     def _check_finite(self, t: int, played: Round) -> None:
         bad = [j.client.id for j in played.jobs if not all(math.isfinite(float(v)) for v in j.terms.values())]
-        if bad or not all(bool(torch.isfinite(v).all()) for v in tensors(self.federation.shared) if v.is_floating_point()):
+        if bad or not all(
+            bool(torch.isfinite(v).all()) for v in tensors(self.federation.shared) if v.is_floating_point()
+        ):
             who = f" (client {bad[0]})" if bad else ""
             self.folder.append({"round": t, "diverged": True, **self._cost(played), "terms": _finite(played.terms)})
             raise Diverged(f"loss or weights are not finite in round {t}{who}", t)
@@ -313,12 +351,13 @@ class Run:
         self.folder.save_state(records.State(done, fed.shared, fed.private, sorted(fed.met), files))
 
     def _save_prototypes(self, t: int, played: Round) -> None:
-        fed, arrays = self.federation, {}
+        fed = self.federation
+        arrays: dict[str, np.ndarray] = {}
         table = self.method.prototypes(fed.shared, fed.private)
         if table is not None:
             arrays |= {"values": table.values.cpu().numpy(), "has": table.has.cpu().numpy()}
-        mine = [(i, self.method.client_prototypes(u)) for i, u in zip(played.ids, played.uploads)]
-        mine = [(i, rows) for i, rows in mine if rows is not None]
+        told = [(i, self.method.client_prototypes(u)) for i, u in zip(played.ids, played.uploads)]
+        mine = [(i, rows) for i, rows in told if rows is not None]
         if mine:
             arrays["client_values"] = torch.cat([r[0] for _, r in mine]).cpu().numpy()
             arrays["client_labels"] = torch.cat([r[1] for _, r in mine]).cpu().numpy()
@@ -352,15 +391,17 @@ def play(ready: Prepared, results: Path, tell: Event) -> dict[str, Any]:
         run.close()
 
 
-class Overlay(DictMemory):
+class Overlay:
     """Memories in RAM above stored ones, which stay as they are."""
 
     def __init__(self, below: Memory) -> None:
-        super().__init__()
-        self.below = below
+        self.below, self.above = below, DictMemory()
 
-    def get(self, client: int, default: Tree | None = None) -> Tree | None:
-        return super().get(client) or self.below.get(client)
+    def get(self, client: int) -> Tree | None:
+        return self.above.get(client) or self.below.get(client)
+
+    def put(self, client: int, memory: Tree) -> None:
+        self.above.put(client, memory)
 
 
 def stored_cell(document: Mapping[str, Any], data_dir: str | None) -> Cell:

@@ -58,9 +58,7 @@ class Tree(dict[str, Any]):
             return self.map(lambda v: op(v, other))
         if not self.keys() <= other.keys():
             raise KeyError(f"the right side lacks {sorted(self.keys() - other.keys())}")
-        return Tree(
-            {k: v._pair(other[k], op) if isinstance(v, Tree) else op(v, other[k]) for k, v in self.items()}
-        )
+        return Tree({k: v._pair(other[k], op) if isinstance(v, Tree) else op(v, other[k]) for k, v in self.items()})
 
     def __add__(self, other: Any) -> Tree:
         return self._pair(other, operator.add)

@@ -157,9 +157,7 @@ def by_hand(
         models, ids = [], fed.taking_part(t)
         for i in ids:
             q = Tree({k: v.clone().requires_grad_() for k, v in w.items()})
-            sgd = torch.optim.SGD(
-                list(q.values()), lr=p.client_lr, momentum=p.momentum, weight_decay=p.weight_decay
-            )
+            sgd = torch.optim.SGD(list(q.values()), lr=p.client_lr, momentum=p.momentum, weight_decay=p.weight_decay)
             stream = rng.train(p.seed, t, i)
             for _ in range(p.local_epochs):
                 order = torch.from_numpy(stream.permutation(len(fed.task.parts[i])))
@@ -185,9 +183,7 @@ def gap(a: Any, b: Any) -> float:
     """Largest absolute difference between the tensors of two trees of equal structure."""
     left, right = tensors(a), tensors(b)
     assert [v.shape for v in left] == [v.shape for v in right]
-    return max(
-        (float((p.double() - q.double()).abs().max()) for p, q in zip(left, right) if p.numel()), default=0.0
-    )
+    return max((float((p.double() - q.double()).abs().max()) for p, q in zip(left, right) if p.numel()), default=0.0)
 
 
 def identical(a: Any, b: Any) -> bool:

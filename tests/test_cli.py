@@ -19,7 +19,9 @@ PROTOFL = [sys.executable, "-c", "from protofl.cli import main; main()"]
 TIMES = ("seconds", "memory_mb")
 
 
-def protofl(*words: Any, cwd: Path, code: int = 0, env: dict[str, str] | None = None, before: tuple[str, ...] = ()) -> str:
+def protofl(
+    *words: Any, cwd: Path, code: int = 0, env: dict[str, str] | None = None, before: tuple[str, ...] = ()
+) -> str:
     """Run the command in a folder -> everything it printed."""
     told = subprocess.run(
         [*before, *PROTOFL, *map(str, words)], cwd=cwd, capture_output=True, text=True, timeout=300,
@@ -86,8 +88,18 @@ def test_the_numbers_do_not_hang_on_the_machine(table: tuple[Path, str], tmp_pat
     want = runs(folder / "results")
     one_core = ("taskset", "-c", "0") if shutil.which("taskset") else ()
     for name, before, env, words in (
-        ("a", (), {"PYTHONHASHSEED": "0", "OMP_NUM_THREADS": "1"}, ("--methods", "moon,fedproc", "--workers", 1)),
-        ("b", one_core, {"PYTHONHASHSEED": "1", "OMP_NUM_THREADS": "2"}, ("--methods", "moon", "--workers", 2)),
+        (
+            "a",
+            (),
+            {"PYTHONHASHSEED": "0", "OMP_NUM_THREADS": "1"},
+            ("--methods", "moon,fedproc", "--workers", 1),
+        ),
+        (
+            "b",
+            one_core,
+            {"PYTHONHASHSEED": "1", "OMP_NUM_THREADS": "2"},
+            ("--methods", "moon", "--workers", 2),
+        ),
     ):
         protofl("bench", *words, *SMALL, "--seeds", "0,1", "--no-report", "--results", tmp_path / name, cwd=tmp_path,
                 env=env, before=before)  # fmt: skip
@@ -97,7 +109,18 @@ def test_the_numbers_do_not_hang_on_the_machine(table: tuple[Path, str], tmp_pat
 
 def test_killed_from_outside_and_run_again(tmp_path: Path) -> None:
     """kill -9 of the whole process group; no orphan stays, the same command finishes."""
-    words = ["bench", "--methods", "fedavg,moon,fednh", "--seeds", "0", "--rounds", "60", "--no-report", "--workers", "2"]
+    words = [
+        "bench",
+        "--methods",
+        "fedavg,moon,fednh",
+        "--seeds",
+        "0",
+        "--rounds",
+        "60",
+        "--no-report",
+        "--workers",
+        "2",
+    ]
     child = subprocess.Popen([*PROTOFL, *words], cwd=tmp_path, start_new_session=True, stdout=subprocess.DEVNULL)
     deadline = time.monotonic() + 60
     while sum(map(len, runs(tmp_path / "results").values())) < 5 and time.monotonic() < deadline:
@@ -119,7 +142,18 @@ def _alive(group: int) -> list[str]:
 
 @pytest.mark.parametrize(("number", "code"), [(2, 130), (15, 143)])
 def test_interrupts_have_their_codes(number: int, code: int, tmp_path: Path) -> None:
-    words = ["bench", "--methods", "fedavg,moon", "--seeds", "0", "--rounds", "500", "--no-report", "--workers", "2"]
+    words = [
+        "bench",
+        "--methods",
+        "fedavg,moon",
+        "--seeds",
+        "0",
+        "--rounds",
+        "500",
+        "--no-report",
+        "--workers",
+        "2",
+    ]
     child = subprocess.Popen([*PROTOFL, *words], cwd=tmp_path, start_new_session=True, text=True,
                              stdout=subprocess.DEVNULL, stderr=subprocess.PIPE)  # fmt: skip
     deadline = time.monotonic() + 60
@@ -140,7 +174,9 @@ def test_help_needs_no_torch() -> None:
         "try:\n    protofl.cli.main()\nexcept SystemExit:\n    pass\n"
         "assert not {'torch', 'numpy', 'pandas', 'matplotlib', 'sklearn'} & set(sys.modules), 'heavy import'"
     )
-    said = subprocess.run([sys.executable, "-c", code], capture_output=True, text=True, env={**os.environ, "COLUMNS": "200"})
+    said = subprocess.run(
+        [sys.executable, "-c", code], capture_output=True, text=True, env={**os.environ, "COLUMNS": "200"}
+    )
     assert said.returncode == 0, said.stderr
     for option in (
         "methods", "dataset", "data-dir", "beta", "partition", "partition-seed", "partition-file", "clients", "participation",
@@ -183,7 +219,18 @@ def test_a_method_file_beside_the_others(tmp_path: Path) -> None:
         "from protofl.methods.fedprox import FedProx\n\n\n@dataclass(frozen=True)\nclass Mine(FedProx):\n"
         '    strength: float = number(1.0, above=0, why="mine", source="me")\n'
     )
-    words = ("bench", "--methods", "fedavg,./mine.py", "--seeds", 0, *SMALL, "--set", "mine.strength=2", "--workers", 2)
+    words = (
+        "bench",
+        "--methods",
+        "fedavg,./mine.py",
+        "--seeds",
+        0,
+        *SMALL,
+        "--set",
+        "mine.strength=2",
+        "--workers",
+        2,
+    )
     assert "Mine" in protofl(*words, cwd=tmp_path)
     assert len(runs(tmp_path / "results")) == 2
     run = next(p.parent for p in (tmp_path / "results").glob("*/*/protocol.json") if "Mine" in p.read_text())
@@ -251,7 +298,9 @@ def trap(tmp_path_factory: pytest.TempPathFactory) -> Path:
 
 
 @pytest.mark.parametrize(("words", "said"), BAD, ids=lambda v: " ".join(v) if isinstance(v, list) else "")
-def test_bad_input(words: list[str], said: str, trap: Path, capfd: pytest.CaptureFixture[str], monkeypatch: Any) -> None:
+def test_bad_input(
+    words: list[str], said: str, trap: Path, capfd: pytest.CaptureFixture[str], monkeypatch: Any
+) -> None:
     """Through the same entry point, in this process: one line, exit code 2, nothing trained or written."""
     from protofl import cli, run
 

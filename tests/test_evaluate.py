@@ -7,12 +7,22 @@ import math
 import numpy as np
 import pytest
 import torch
-from hypothesis import given, strategies as st
-
 from harness import Identity
+from hypothesis import given
+from hypothesis import strategies as st
+
 from protofl.data.augment import Pipeline
-from protofl.evaluate import Scored, TestSet, accuracy, fairness, global_row, personal_accuracy, personal_row, score
-from protofl.evaluate import class_weights
+from protofl.evaluate import (
+    Scored,
+    TestSet,
+    accuracy,
+    class_weights,
+    fairness,
+    global_row,
+    personal_accuracy,
+    personal_row,
+    score,
+)
 from protofl.method import Model
 from protofl.tree import Tree
 
@@ -49,7 +59,9 @@ def scored(correct: list[int], m: int = 10) -> Scored:
 
 def test_clients_with_nothing_to_evaluate_are_left_out_and_counted() -> None:
     counts = np.array([[7, 3, 0], [0, 0, 0], [0, 0, 5]])
-    row = personal_row({0: scored([8, 3, 5]), 1: scored([10, 10, 10]), 2: scored([0, 0, 10])}, counts, np.array([10, 10, 0]))
+    row = personal_row(
+        {0: scored([8, 3, 5]), 1: scored([10, 10, 10]), 2: scored([0, 0, 10])}, counts, np.array([10, 10, 0])
+    )
     # client 1 has no data; client 2 only a class that the test set lacks
     assert (row["pm_clients"], row["pm_skipped"]) == (1, 2)
     assert row["pm_v"] == pytest.approx(0.55)
@@ -67,7 +79,12 @@ def test_score_counts_every_test_image_once() -> None:
     rs = np.random.RandomState(0)
     x = torch.from_numpy(rs.randint(0, 256, (1203, 1, 1, 4)).astype(np.uint8))
     y = torch.from_numpy(rs.randint(0, 3, 1203))
-    w = Tree({"head.weight": torch.randn(3, 4, dtype=torch.float64), "head.bias": torch.zeros(3, dtype=torch.float64)})
+    w = Tree(
+        {
+            "head.weight": torch.randn(3, 4, dtype=torch.float64),
+            "head.bias": torch.zeros(3, dtype=torch.float64),
+        }
+    )
     pipeline = Pipeline((), (0.0,), (1.0,), 255, (1, 1, 4), torch.float64)
 
     def flat(net: Identity, tree: Tree, x: torch.Tensor) -> torch.Tensor:

@@ -30,7 +30,12 @@ def test_every_preset_makes_a_protocol_and_knows_its_methods() -> None:
 
 def test_values_of_the_settings() -> None:
     nh = protocol.preset("fednh.cifar10")
-    assert (nh["clients"], nh["participation"], nh["grad_clip_norm"], nh["model"]) == (100, 0.1, 10.0, "cnn_fednh")
+    assert (nh["clients"], nh["participation"], nh["grad_clip_norm"], nh["model"]) == (
+        100,
+        0.1,
+        10.0,
+        "cnn_fednh",
+    )
     assert nh["beta"] == 0.3 and protocol.preset("fednh.tinyimagenet")["weight_decay"] == 1e-3
     assert protocol.preset("fednh.cifar10_r03")["participation"] == 0.3
     n100 = protocol.preset("moon.cifar100_n100")
@@ -48,11 +53,20 @@ def test_the_data_set_chooses_the_preset() -> None:
         return cells(settings(**given))[0].protocol
 
     assert first().model == "mlp" and first().clients == 10
-    assert (first(dataset="cifar10").model, first(dataset="cifar10").augment[0]) == ("simple_cnn", "reflect_pad4")
+    assert (first(dataset="cifar10").model, first(dataset="cifar10").augment[0]) == (
+        "simple_cnn",
+        "reflect_pad4",
+    )
     assert first(dataset="tiny-imagenet").model == "resnet18_gn2"
     assert first(dataset="vireo172").stem == "k7s2"
     other = first(dataset="./mine.npz")
-    assert (other.model, other.augment, other.mean, other.std, other.projection_dim) == ("simple_cnn", (), (0.0,), (1.0,), 256)
+    assert (other.model, other.augment, other.mean, other.std, other.projection_dim) == (
+        "simple_cnn",
+        (),
+        (0.0,),
+        (1.0,),
+        256,
+    )
 
 
 def test_precedence() -> None:
@@ -139,7 +153,12 @@ def test_unknown_options_of_methods_are_refused() -> None:
 
 def test_every_field_that_can_change_a_number_changes_the_digest() -> None:
     plain = Protocol(dataset="d")
-    other = {bool: lambda v: not v, int: lambda v: v + 1, float: lambda v: v * 0.5 + 0.1, tuple: lambda v: (*v, "gm")}
+    other = {
+        bool: lambda v: not v,
+        int: lambda v: v + 1,
+        float: lambda v: v * 0.5 + 0.1,
+        tuple: lambda v: (*v, "gm"),
+    }
     for name, field in options.fields(Protocol).items():
         o = options.option(field)
         if name in ("partition", "metrics", "std_over"):

@@ -8,7 +8,8 @@ from pathlib import Path
 
 import pytest
 import torch
-from hypothesis import given, settings, strategies as st
+from hypothesis import given, settings
+from hypothesis import strategies as st
 from torch.utils import _pytree as pytree
 
 from protofl import records
@@ -91,7 +92,11 @@ def test_a_damaged_state_is_passed_over(tmp_path: Path, damage: str) -> None:
     elif damage == "delete client":
         next((tmp_path / "run/state/clients").glob("c00000-r00003-*")).unlink()
     else:
-        for name in ("round-00009.bak", "round-00009-0123456789abcdef.safetensors.tmp", "round-9-zz.safetensors"):
+        for name in (
+            "round-00009.bak",
+            "round-00009-0123456789abcdef.safetensors.tmp",
+            "round-9-zz.safetensors",
+        ):
             (newest.parent / name).write_bytes(b"x")
     assert RunFolder(tmp_path / "run").states()[0].round == (3 if damage == "stray" else 2)
 

@@ -4,13 +4,12 @@ from __future__ import annotations
 
 import numpy as np
 import pytest
-
-from harness import federation, Identity
-from protofl import rng
-from protofl.data.augment import Pipeline
+import torch
+from harness import Identity, federation
 from toy import build
 
-import torch
+from protofl import rng
+from protofl.data.augment import Pipeline
 
 
 def test_training_stream() -> None:
@@ -41,7 +40,14 @@ def test_the_pipeline_draws_in_the_order_of_the_protocol() -> None:
 
 def draws(n: int, t: int, **fields: object) -> list[int]:
     x = torch.zeros(n, 2, dtype=torch.float64)
-    fed = federation(build("fedavg"), Identity(2, 2), x, torch.zeros(n, dtype=torch.long), [[i] for i in range(n)], **fields)
+    fed = federation(
+        build("fedavg"),
+        Identity(2, 2),
+        x,
+        torch.zeros(n, dtype=torch.long),
+        [[i] for i in range(n)],
+        **fields,
+    )
     return fed.drawn(t)
 
 
@@ -50,7 +56,18 @@ def test_client_draws() -> None:
     assert draws(100, 0, **ten) == [80, 84, 33, 81, 93, 17, 36, 82, 69, 65]
     assert draws(100, 0, client_sampling="fednh_compat", **ten) == [80, 84, 33, 81, 93, 17, 36, 82, 69, 65]
     assert draws(100, 0, seed=1, **ten) == [18, 91, 11, 75, 53, 70, 58, 28, 71, 25]
-    assert draws(100, 0, seed=1, client_sampling="fednh_compat", **ten) == [83, 30, 56, 24, 16, 23, 2, 27, 28, 13]
+    assert draws(100, 0, seed=1, client_sampling="fednh_compat", **ten) == [
+        83,
+        30,
+        56,
+        24,
+        16,
+        23,
+        2,
+        27,
+        28,
+        13,
+    ]
     assert draws(100, 0, participation=0.2, client_sampling="moon_compat") == [
         49, 97, 53, 5, 33, 65, 62, 51, 38, 61, 45, 74, 27, 64, 17, 36, 96, 12, 79, 32,
     ]  # fmt: skip

@@ -12,8 +12,8 @@ from typing import Any
 import numpy as np
 import pytest
 import torch
-
 from harness import ENGINES
+
 from protofl import records, registry, run
 from protofl.errors import UserError
 from protofl.evaluate import score
@@ -160,7 +160,9 @@ def test_methods_share_draws_and_batches(tmp_path: Path) -> None:
         ("fedproc", {"fedproc.alpha_schedule": "ce_only"}), ("fedcspc", {"fedcspc.n_repeat": 0}),
     ):  # fmt: skip
         got = [r for r in played(cell(method, **plain, **off), tmp_path) if r["round"] >= 0]
-        assert [(r["clients"], r["loss"], r["pm_v"]) for r in got] == [(r["clients"], r["loss"], r["pm_v"]) for r in want]
+        assert [(r["clients"], r["loss"], r["pm_v"]) for r in got] == [
+            (r["clients"], r["loss"], r["pm_v"]) for r in want
+        ]
 
 
 def test_evaluation_changes_nothing_else(tmp_path: Path) -> None:

@@ -8,10 +8,10 @@ from typing import Any
 import numpy as np
 import torch
 import torch.nn.functional as F
+from harness import Harnessed, federation
 from torch import Tensor
 from torch.utils import _pytree as pytree
 
-from harness import Harnessed, federation
 from protofl import registry
 from protofl.data.augment import Pipeline
 from protofl.nets.base import Entry, Net, Options, affine, declare_conv, declare_linear, declare_norm

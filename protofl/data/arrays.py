@@ -36,8 +36,7 @@ def read_npz(path: Path, *, by_class: bool = False) -> Content:
     missing = [part for part in PARTS if part not in arrays]
     if missing:
         raise UserError(
-            f"{path} lacks {', '.join(missing)} (it holds {', '.join(arrays) or 'nothing'}); it must hold "
-            f"{LAYOUT}"
+            f"{path} lacks {', '.join(missing)} (it holds {', '.join(arrays) or 'nothing'}); it must hold {LAYOUT}"
         )
     for part in ("train", "test"):
         x, y = arrays[f"x_{part}"], arrays[f"y_{part}"]
@@ -48,9 +47,7 @@ def read_npz(path: Path, *, by_class: bool = False) -> Content:
                 f"{path}: x_{part} has {len(x)} rows and y_{part} {y.size if y.ndim == 0 else len(y)}; "
                 f"they must be equally many"
             )
-    y_train, y_test, classes = map_labels(
-        arrays["y_train"], arrays["y_test"], str(path), arrays.get("classes")
-    )
+    y_train, y_test, classes = map_labels(arrays["y_train"], arrays["y_test"], str(path), arrays.get("classes"))
     x_train, x_test, scale, note = read_values(arrays["x_train"], arrays["x_test"], str(path))
     if by_class and bool((np.diff(y_train) < 0).any() or (np.diff(y_test) < 0).any()):
         train, test = np.argsort(y_train, kind="stable"), np.argsort(y_test, kind="stable")
@@ -78,8 +75,7 @@ def map_labels(
     unseen = np.setdiff1d(b, found)
     if len(unseen):
         raise UserError(
-            f"{where}: test labels {_some(unseen)} do not occur in training; remove these rows or add "
-            f"training rows"
+            f"{where}: test labels {_some(unseen)} do not occur in training; remove these rows or add training rows"
         )
     y_test = np.searchsorted(found, b)
     return y_train.reshape(-1).astype(np.int64), y_test.astype(np.int64), _class_names(found, names, where)
@@ -124,8 +120,7 @@ def _open(path: Path) -> dict[str, Array]:
     except ValueError as fault:
         if "pickle" in str(fault):
             raise UserError(
-                f"{path} holds pickled objects, which are not loaded; save plain arrays of numbers or "
-                f"strings: {LAYOUT}"
+                f"{path} holds pickled objects, which are not loaded; save plain arrays of numbers or strings: {LAYOUT}"
             ) from None
         raise UserError(f"{path} cannot be read as .npz: {one_line(fault)}; it must hold {LAYOUT}") from None
     except (OSError, MemoryError, NotImplementedError, RuntimeError) as fault:
@@ -144,16 +139,13 @@ def _label_list(labels: Array, where: str) -> Array:
         labels = labels[:, 0]
     if labels.ndim != 1:
         raise UserError(
-            f"{where} has shape {labels.shape}; there must be one label per row (of one-hot rows, take "
-            f"argmax)"
+            f"{where} has shape {labels.shape}; there must be one label per row (of one-hot rows, take argmax)"
         )
     if labels.dtype.kind == "f":
         odd = ~(np.isfinite(labels) & (labels == np.floor(labels)))
         if odd.any():
             row = int(np.argmax(odd))
-            raise UserError(
-                f"{where} holds {labels[row]} in row {row}; labels must be whole numbers or names"
-            )
+            raise UserError(f"{where} holds {labels[row]} in row {row}; labels must be whole numbers or names")
         return labels.astype(np.int64)
     if labels.dtype.kind == "S":
         return np.char.decode(labels, "utf-8", "replace")
@@ -170,9 +162,7 @@ def _class_names(found: Array, names: Array | None, where: str) -> tuple[str, ..
     given = _label_list(names, f"{where}: classes")
     if found.dtype.kind == "U":
         if sorted(given.tolist()) != found.tolist():
-            raise UserError(
-                f"{where}: classes must be the names that y_train holds ({_some(found)}), or be left out"
-            )
+            raise UserError(f"{where}: classes must be the names that y_train holds ({_some(found)}), or be left out")
         return tuple(found.tolist())
     texts = list(map(str, given.tolist()))
     if len(set(texts)) != len(texts):
@@ -182,8 +172,7 @@ def _class_names(found: Array, names: Array | None, where: str) -> tuple[str, ..
     if int(found[0]) >= 0 and int(found[-1]) < len(texts):
         return tuple(texts[k] for k in found.tolist())
     raise UserError(
-        f"{where}: classes has {len(texts)} names and y_train {len(found)} labels; give one name for each "
-        f"label"
+        f"{where}: classes has {len(texts)} names and y_train {len(found)} labels; give one name for each label"
     )
 
 
@@ -214,8 +203,7 @@ def _shape(x: Array, where: str) -> tuple[bool, str]:
     if x.ndim == 4 and size[0] in (1, 3):
         return True, f"images of {size[1]}x{size[2]}x{size[0]}, stored with the channels first"
     raise UserError(
-        f"{where}: x has shape {x.shape}; it must be [n, H, W], [n, H, W, C], [n, C, H, W] with C 1 or 3, or "
-        f"[n, d]"
+        f"{where}: x has shape {x.shape}; it must be [n, H, W], [n, H, W, C], [n, C, H, W] with C 1 or 3, or [n, d]"
     )
 
 

@@ -173,9 +173,7 @@ class Pipeline:
             return (length - 1) - ((length - 1) - at.abs()).abs(), None
         return at.clamp(0, length - 1), (at >= 0) & (at < length)
 
-    def _pick(
-        self, images: Tensor, offset: Tensor | None, flip: Tensor | None, angle: Tensor | None
-    ) -> Tensor:
+    def _pick(self, images: Tensor, offset: Tensor | None, flip: Tensor | None, angle: Tensor | None) -> Tensor:
         """Any of the transforms, by working out which pixel of the image each pixel of the result shows."""
         count, (height, width, channels) = len(images), self.shape
         home = images.device if angle is None else angle.device
@@ -195,9 +193,7 @@ class Pipeline:
                 inside = within if inside is None else inside & within
         i, j = i.clamp(0, height - 1), j.clamp(0, width - 1)
         flat = (torch.arange(count, device=home)[:, None, None] * height + i) * width + j
-        picked = (
-            images.reshape(-1, channels).index_select(0, flat.flatten().to(images.device)).view(images.shape)
-        )
+        picked = images.reshape(-1, channels).index_select(0, flat.flatten().to(images.device)).view(images.shape)
         return picked if inside is None else picked * inside[..., None].to(images.device)
 
 
@@ -219,35 +215,26 @@ def _check_names(names: tuple[str, ...], shape: tuple[int, int, int]) -> None:
     ranks = [-1 if name == "resize224" else AUGMENTATIONS.index(name) for name in names]
     if any(a >= b for a, b in pairwise(ranks)):
         right = sorted(set(names), key=lambda name: (name != "resize224", AUGMENTATIONS.index(name)))
-        raise UserError(
-            f"augment {list(names)} must name each step once, in the order of application: {right}"
-        )
+        raise UserError(f"augment {list(names)} must name each step once, in the order of application: {right}")
     pads = [name for name in names if name.endswith("_pad4")]
     crops = [name for name in names if name in CROPS]
     if len(pads) > 1 or len(crops) > 1 or len(pads) != len(crops):
-        raise UserError(
-            f"augment {list(names)}: one pad (zero_pad4, reflect_pad4) goes with one crop (crop32, crop64)"
-        )
+        raise UserError(f"augment {list(names)}: one pad (zero_pad4, reflect_pad4) goes with one crop (crop32, crop64)")
     height, width, _ = shape
     for crop in crops:
         if (height, width) != (CROPS[crop], CROPS[crop]):
-            fitting = next(
-                (name for name, size in CROPS.items() if (size, size) == (height, width)), "no pad and crop"
-            )
+            fitting = next((name for name, size in CROPS.items() if (size, size) == (height, width)), "no pad and crop")
             raise UserError(
                 f"augment {crop} is for images of {CROPS[crop]}x{CROPS[crop]}; these are {height}x{width}: "
                 f"use {fitting}"
             )
     if "resize224" in names and (height, width) != (224, 224):
         raise UserError(
-            f"augment resize224 is done when images are read, to 224x224; these are {height}x{width}: leave "
-            f"it out"
+            f"augment resize224 is done when images are read, to 224x224; these are {height}x{width}: leave it out"
         )
 
 
-def _per_channel(
-    what: str, values: Sequence[float] | None, channels: int, dtype: torch.dtype
-) -> Tensor | None:
+def _per_channel(what: str, values: Sequence[float] | None, channels: int, dtype: torch.dtype) -> Tensor | None:
     """[C or 1, 1, 1], or None for no values."""
     if values is None or len(values) == 0:
         return None

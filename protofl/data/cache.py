@@ -47,9 +47,7 @@ class Content:
         digest = hashlib.sha256(json.dumps([list(self.classes), self.scale]).encode())
         for array in (self.x_train, self.y_train, self.x_test, self.y_test):
             digest.update(f"{array.dtype.str}{array.shape}".encode())
-            for at in range(
-                0, len(array), 4096
-            ):  # in pieces: the array may be a map of a file larger than memory
+            for at in range(0, len(array), 4096):  # in pieces: the array may be a map of a file larger than memory
                 digest.update(np.ascontiguousarray(array[at : at + 4096]).data)
         return digest.hexdigest()[:16]
 
@@ -117,9 +115,7 @@ def _mapped_in(work: Path) -> Allocate:
         file = work / f"{name}.npy"
         try:
             array = np.lib.format.open_memmap(file, mode="w+", dtype=np.uint8, shape=shape)
-            if hasattr(
-                os, "posix_fallocate"
-            ):  # a full disk must show here, not as a signal while pixels are written
+            if hasattr(os, "posix_fallocate"):  # a full disk must show here, not as a signal while pixels are written
                 with file.open("r+b") as out:
                     os.posix_fallocate(out.fileno(), 0, file.stat().st_size)
             return array

@@ -49,8 +49,7 @@ def fetch(name: str, target: Path, expected: str) -> Path:
         raise
     except (OSError, RuntimeError, ValueError, EOFError, http.client.HTTPException) as fault:
         raise UserError(
-            f"{name} could not be fetched ({one_line(fault)}); without a network, put {expected} into "
-            f"{target} yourself"
+            f"{name} could not be fetched ({one_line(fault)}); without a network, put {expected} into {target} yourself"
         ) from None
     finally:
         shutil.rmtree(work, ignore_errors=True)
@@ -122,9 +121,7 @@ def _cifar(name: str, work: Path, there: Path) -> Path:
 
     kind = CIFAR[name]
     url = (datasets.CIFAR10 if name == "cifar10" else datasets.CIFAR100).url
-    packed = _archive(
-        there, work, kind.archive, kind.md5, lambda: download_url(url, str(work), kind.archive, kind.md5)
-    )
+    packed = _archive(there, work, kind.archive, kind.md5, lambda: download_url(url, str(work), kind.archive, kind.md5))
     unpack(packed, work, kind.md5)
     return work / kind.folder
 

@@ -119,16 +119,13 @@ def _check_sizes(files: Sequence[Path], sizes: Sequence[tuple[int, int]]) -> Non
 def _eight_bit(image: Image.Image, file: Path) -> Image.Image:
     """Sixteen-bit grey as eight-bit grey (65535 becomes 255); everything else as it is."""
     if image.mode == "F":
-        raise UserError(
-            f"image {file} holds floating-point values; save it with 8 or 16 bits, or use an .npz file"
-        )
+        raise UserError(f"image {file} holds floating-point values; save it with 8 or 16 bits, or use an .npz file")
     if not image.mode.startswith("I"):
         return image
     values = np.asarray(image).astype(np.int64)
     if values.min() < 0 or values.max() > 65535:
         raise UserError(
-            f"image {file} holds values beyond 16 bits ({values.min()} to {values.max()}); save it with 8 or "
-            f"16"
+            f"image {file} holds values beyond 16 bits ({values.min()} to {values.max()}); save it with 8 or 16"
         )
     return Image.fromarray(((values + 128) // 257).astype(np.uint8))
 

@@ -183,8 +183,7 @@ def check_member(archive: Path, name: str, plain: bool) -> None:
     pure = PurePosixPath(name)
     if not plain or pure.is_absolute() or ".." in pure.parts or "\\" in name or name[1:2] == ":":
         raise UserError(
-            f"archive {archive} holds {name!r}, which leads out of its folder or is a link; it is not "
-            f"unpacked"
+            f"archive {archive} holds {name!r}, which leads out of its folder or is a link; it is not unpacked"
         )
 
 
@@ -238,9 +237,7 @@ def unpickle_arrays(data: bytes, where: str) -> dict[str, Any]:
         raise UserError(f"{where} is no CIFAR batch: {one_line(fault)}; fetch the set again") from None
     if not isinstance(found, dict):
         raise UserError(f"{where} is no CIFAR batch: it holds no dictionary; fetch the set again")
-    return {
-        key.decode("latin1") if isinstance(key, bytes) else str(key): value for key, value in found.items()
-    }
+    return {key.decode("latin1") if isinstance(key, bytes) else str(key): value for key, value in found.items()}
 
 
 def _cifar(kind: _Cifar, body: Callable[[str], bytes], where: str, order: str) -> Content:
@@ -251,9 +248,7 @@ def _cifar(kind: _Cifar, body: Callable[[str], bytes], where: str, order: str) -
     if not isinstance(names, list) or not names or not all(isinstance(name, str) for name in names):
         raise UserError(f"{where}/{kind.meta} holds no list {kind.names}; fetch the set again")
     rank = np.argsort(np.argsort(np.array([os.fsencode(name) for name in names])))
-    train = [
-        _cifar_rows(batch(member), kind.labels, len(names), f"{where}/{member}") for member in kind.train
-    ]
+    train = [_cifar_rows(batch(member), kind.labels, len(names), f"{where}/{member}") for member in kind.train]
     test = [_cifar_rows(batch(kind.test), kind.labels, len(names), f"{where}/{kind.test}")]
     (x_train, y_train), (x_test, y_test) = (_cifar_part(rows, rank, order, where) for rows in (train, test))
     note = "8-bit colour images, divided by 255; " + (
@@ -262,9 +257,7 @@ def _cifar(kind: _Cifar, body: Callable[[str], bytes], where: str, order: str) -
     return Content(x_train, y_train, x_test, y_test, tuple(sorted(names, key=os.fsencode)), 255.0, note)
 
 
-def _cifar_rows(
-    batch: dict[str, Any], key: str, classes: int, where: str
-) -> tuple[Array, Array, list[bytes] | None]:
+def _cifar_rows(batch: dict[str, Any], key: str, classes: int, where: str) -> tuple[Array, Array, list[bytes] | None]:
     """Images uint8 [n, 32, 32, 3], labels int64 [n] and, if they are there, file names."""
     data, labels, names = batch.get("data"), batch.get(key), batch.get("filenames")
     if not isinstance(data, np.ndarray) or data.dtype != np.uint8 or data.ndim != 2 or data.shape[1] != 3072:
@@ -291,8 +284,7 @@ def _cifar_part(
     for _, _, names in batches:
         if names is None:
             raise UserError(
-                f"{where}: the batches lack their filenames, by which order folder_sorted sorts; fetch the "
-                f"set again"
+                f"{where}: the batches lack their filenames, by which order folder_sorted sorts; fetch the set again"
             )
         files += names
     by_name = sorted(range(len(y)), key=lambda k: (int(y[k]), files[k]))
@@ -301,9 +293,7 @@ def _cifar_part(
 
 # ------------------------------------------------------------------------------------------------------- IDX
 
-IDX_FILES = tuple(
-    f"{part}-{what}-ubyte" for part in ("train", "t10k") for what in ("images-idx3", "labels-idx1")
-)
+IDX_FILES = tuple(f"{part}-{what}-ubyte" for part in ("train", "t10k") for what in ("images-idx3", "labels-idx1"))
 
 
 def idx(names: tuple[str, ...] | None = None) -> Layout:
@@ -320,16 +310,11 @@ def idx(names: tuple[str, ...] | None = None) -> Layout:
         for part, x, y in (("train", x_train, y_train), ("t10k", x_test, y_test)):
             if x.ndim != 3 or y.ndim != 1 or len(x) != len(y) or len(x) == 0:
                 raise UserError(
-                    f"{path}: the {part} files have shapes {x.shape} and {y.shape}; they must be [n, H, W] "
-                    f"and [n]"
+                    f"{path}: the {part} files have shapes {x.shape} and {y.shape}; they must be [n, H, W] and [n]"
                 )
         if x_train.shape[1:] != x_test.shape[1:]:
-            raise UserError(
-                f"{path}: training images are {x_train.shape[1:]} and test images {x_test.shape[1:]}"
-            )
-        y_train, y_test, classes = map_labels(
-            y_train, y_test, str(path), None if names is None else np.array(names)
-        )
+            raise UserError(f"{path}: training images are {x_train.shape[1:]} and test images {x_test.shape[1:]}")
+        y_train, y_test, classes = map_labels(y_train, y_test, str(path), None if names is None else np.array(names))
         train, test = np.argsort(y_train, kind="stable"), np.argsort(y_test, kind="stable")
         note = "8-bit grey images, divided by 255; sorted by class, within a class in the files' order"
         return Content(
@@ -346,9 +331,7 @@ def idx(names: tuple[str, ...] | None = None) -> Layout:
 
 
 def _idx_file(folder: Path, name: str) -> Path | None:
-    candidates = (
-        folder / (stem + end) for stem in (name, name.replace("-idx", ".idx")) for end in ("", ".gz")
-    )
+    candidates = (folder / (stem + end) for stem in (name, name.replace("-idx", ".idx")) for end in ("", ".gz"))
     return next((file for file in candidates if is_file(file)), None)
 
 
@@ -357,9 +340,7 @@ def _idx_read(file: Path) -> Array:
     try:
         data = gzip.decompress(file.read_bytes()) if file.suffix == ".gz" else file.read_bytes()
     except (OSError, EOFError, zlib.error) as fault:
-        raise UserError(
-            f"{file} is damaged or incomplete: {one_line(fault)}; delete it and fetch it again"
-        ) from None
+        raise UserError(f"{file} is damaged or incomplete: {one_line(fault)}; delete it and fetch it again") from None
     if len(data) < 4 or data[:3] != b"\0\0\x08":
         raise UserError(f"{file} is no IDX file of bytes; delete it and fetch it again")
     axes = data[3]
@@ -406,18 +387,13 @@ def _content(
 ) -> Content:
     """Decode (class, file) pairs; both lists are brought into the order of class, then file name."""
     train, test = (
-        sorted(rows, key=lambda row: (os.fsencode(row[0]), os.fsencode(row[1].name)))
-        for rows in (train, test)
+        sorted(rows, key=lambda row: (os.fsencode(row[0]), os.fsencode(row[1].name))) for rows in (train, test)
     )
     classes = sorted({name for name, _ in train}, key=os.fsencode)
     if len(classes) < 2:
-        raise UserError(
-            f"{where}: the training images are of {len(classes)} class; there must be at least two"
-        )
+        raise UserError(f"{where}: the training images are of {len(classes)} class; there must be at least two")
     rank = {name: k for k, name in enumerate(classes)}
-    x = read_images(
-        {"x_train": [file for _, file in train], "x_test": [file for _, file in test]}, allocate, **how
-    )
+    x = read_images({"x_train": [file for _, file in train], "x_test": [file for _, file in test]}, allocate, **how)
     y_train, y_test = (np.array([rank[name] for name, _ in rows], dtype=np.int64) for rows in (train, test))
     kind = "grey" if x["x_train"].shape[-1] == 1 else "colour"
     note = f"8-bit {kind} images, divided by 255; sorted by class and file name"
@@ -456,9 +432,7 @@ def _with_note(content: Content, more: str) -> Content:
     )
 
 
-def _check_class_folders(
-    path: Path, part: str, train: dict[str, list[Path]], test: dict[str, list[Path]]
-) -> None:
+def _check_class_folders(path: Path, part: str, train: dict[str, list[Path]], test: dict[str, list[Path]]) -> None:
     empty = [name for name, files in train.items() if not files]
     if empty:
         raise UserError(f"class folder {path / 'train' / empty[0]} holds no images; remove it or add some")
@@ -467,8 +441,7 @@ def _check_class_folders(
     extra = sorted(name for name, files in test.items() if files and name not in train)
     if extra:
         raise UserError(
-            f"{path / part} holds classes that train/ lacks: {_few(extra)}; both must have the same class "
-            f"folders"
+            f"{path / part} holds classes that train/ lacks: {_few(extra)}; both must have the same class folders"
         )
     lacking = sorted(name for name in train if not test.get(name))
     if not any(test.values()) or (part == "val" and lacking):
@@ -499,9 +472,7 @@ def tiny_imagenet() -> Layout:
                 f"{annotations} does not list {min(present - listed)}; every image of val/images needs a line"
             )
         if listed - present:
-            raise UserError(
-                f"{annotations} lists {min(listed - present)}, which is not in {path / 'val' / 'images'}"
-            )
+            raise UserError(f"{annotations} lists {min(listed - present)}, which is not in {path / 'val' / 'images'}")
         if not test:
             raise UserError(
                 f"{annotations} is empty; it must hold a line with file name and class for every test image"
@@ -518,9 +489,7 @@ def _annotated(annotations: Path, train: dict[str, list[Path]]) -> Iterator[tupl
     for number, line in enumerate(_lines(annotations), 1):
         parts = line.split("\t") if "\t" in line else line.split()
         if len(parts) < 2 or parts[0] in names or "/" in parts[0]:
-            raise UserError(
-                f"{annotations} line {number}: {line!r} must hold a file name, named once, and its class"
-            )
+            raise UserError(f"{annotations} line {number}: {line!r} must hold a file name, named once, and its class")
         names.add(parts[0])
         if parts[1] not in train:
             raise UserError(f"{annotations} line {number}: class {parts[1]!r} has no folder in train/")

@@ -161,9 +161,7 @@ def partition(
     fednh = scheme == "dir_class_fednh"
     need = (2 if fednh else 1) if min_classes is None else min_classes
     if need > classes:
-        raise UserError(
-            f"partition_min_classes {need} cannot be met with {classes} classes; give at most {classes}"
-        )
+        raise UserError(f"partition_min_classes {need} cannot be met with {classes} classes; give at most {classes}")
     rule = _Rule(
         scheme,
         clients,
@@ -186,18 +184,14 @@ def partition(
 def _scheme(name: str) -> str:
     name = ALIASES.get(name, name)
     if name not in SCHEMES:
-        raise UserError(
-            f"unknown partition {name!r}{nearest(name, (*SCHEMES, *ALIASES))}; known: {', '.join(SCHEMES)}"
-        )
+        raise UserError(f"unknown partition {name!r}{nearest(name, (*SCHEMES, *ALIASES))}; known: {', '.join(SCHEMES)}")
     return name
 
 
 def _labels(labels: npt.ArrayLike, classes: int) -> IntArray:
     y = np.asarray(labels)
     if y.ndim != 1 or y.dtype.kind not in "iu" or y.size == 0:
-        raise UserError(
-            f"labels to partition must be a non-empty list of integers, not {y.dtype} of shape {y.shape}"
-        )
+        raise UserError(f"labels to partition must be a non-empty list of integers, not {y.dtype} of shape {y.shape}")
     if classes < 1 or int(y.min()) < 0 or int(y.max()) >= classes:
         raise UserError(f"labels must lie in 0..{classes - 1}; found {int(y.min())} to {int(y.max())}")
     return y.astype(np.int64)
@@ -232,18 +226,13 @@ def _check(
         raise UserError(f"max_tries must be at least 1, not {max_tries}")
     if on_min_fail not in ON_MIN_FAIL:
         raise UserError(
-            f"unknown on_min_fail {on_min_fail!r}{nearest(on_min_fail, ON_MIN_FAIL)}; known: "
-            f"{', '.join(ON_MIN_FAIL)}"
+            f"unknown on_min_fail {on_min_fail!r}{nearest(on_min_fail, ON_MIN_FAIL)}; known: {', '.join(ON_MIN_FAIL)}"
         )
     if convention not in ALPHA_CONVENTIONS:
         close = nearest(convention, ALPHA_CONVENTIONS)
-        raise UserError(
-            f"unknown alpha_convention {convention!r}{close}; known: {', '.join(ALPHA_CONVENTIONS)}"
-        )
+        raise UserError(f"unknown alpha_convention {convention!r}{close}; known: {', '.join(ALPHA_CONVENTIONS)}")
     if convention == "total" and scheme != "dir_client":
-        raise UserError(
-            f"alpha_convention=total belongs to partition dir_client; {scheme} reads beta per_class"
-        )
+        raise UserError(f"alpha_convention=total belongs to partition dir_client; {scheme} reads beta per_class")
 
 
 def _beta(beta: float | None) -> float:
@@ -252,9 +241,7 @@ def _beta(beta: float | None) -> float:
     except (TypeError, ValueError):
         value = float("nan")
     if not (math.isfinite(value) and value > 0):
-        raise UserError(
-            f"beta must be a finite number above 0 (smaller means more skewed labels), not {beta!r}"
-        )
+        raise UserError(f"beta must be a finite number above 0 (smaller means more skewed labels), not {beta!r}")
     return value
 
 
@@ -597,9 +584,7 @@ def _read(source: Path) -> tuple[list[IntArray], IntArray | None, dict[str, Any]
             parts = list(np.split(flat, np.cumsum(sizes)[:-1]))
         else:
             about = json.loads(source.read_bytes())
-            parts = [
-                _integers(np.array(own)) if own else np.empty(0, dtype=np.int64) for own in about["indices"]
-            ]
+            parts = [_integers(np.array(own)) if own else np.empty(0, dtype=np.int64) for own in about["indices"]]
             counts = np.array(about["counts"]) if "counts" in about else None
         if not any(len(part) for part in parts):
             raise ValueError("no clients")

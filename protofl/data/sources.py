@@ -223,8 +223,7 @@ def fetch(name: str, data_dir: Path | None = None) -> Path:
         if name == "digits":
             raise UserError("digits needs no fetching: it comes with scikit-learn")
         raise UserError(
-            f"{name} cannot be fetched; get it from {source.get} and lay it out in {target} as "
-            f"{_either(source)}"
+            f"{name} cannot be fetched; get it from {source.get} and lay it out in {target} as {_either(source)}"
         )
     return download.fetch(name, target, _either(source))
 
@@ -296,9 +295,7 @@ def _by_path(path: Path) -> tuple[Path, Layout] | None:
     return next(((path, form) for form in forms if form.here(path)), None)
 
 
-def _find(
-    name: str, data_dir: Path | None, order: str
-) -> tuple[tuple[Path, Layout] | None, tuple[Path, ...]]:
+def _find(name: str, data_dir: Path | None, order: str) -> tuple[tuple[Path, Layout] | None, tuple[Path, ...]]:
     """Path and form of a data set, and the places looked at."""
     bases = data_dirs(data_dir)
     if name in known():
@@ -345,16 +342,12 @@ def _missing(name: str, data_dir: Path | None, looked: tuple[Path, ...], order: 
             f"in {places}; there is only {locate(name, data_dir).path}, which has lost their order: use "
             f"data_order=folder_sorted"
         )
-    packed = next(
-        (file for folder in looked if layouts.is_file(file := folder / "tiny-imagenet-200.zip")), None
-    )
+    packed = next((file for folder in looked if layouts.is_file(file := folder / "tiny-imagenet-200.zip")), None)
     if name == "tiny-imagenet" and packed is not None:
         from protofl.data import download
 
         download.check_archive(packed)
-        return UserError(
-            f"{packed} is there but not unpacked: unpack it, or run 'protofl datasets fetch {name}'"
-        )
+        return UserError(f"{packed} is there but not unpacked: unpack it, or run 'protofl datasets fetch {name}'")
     how = f"run 'protofl datasets fetch {name}'" if source.fetchable else f"get it from {source.get}"
     return UserError(f"data set {name} not found in {places}: put {_either(source)} there, or {how}")
 
@@ -362,9 +355,7 @@ def _missing(name: str, data_dir: Path | None, looked: tuple[Path, ...], order: 
 def _not_at_path(name: str, looked: tuple[Path, ...]) -> UserError:
     there = next((place for place in looked if layouts.is_dir(place)), None)
     if there is None:
-        return UserError(
-            f"data set {name}: no such file or folder (looked for {', '.join(map(str, looked))})"
-        )
+        return UserError(f"data set {name}: no such file or folder (looked for {', '.join(map(str, looked))})")
     return UserError(
         f"folder {there} is no data set: it must hold train/<class>/* and test/<class>/* (or val/<class>/*), "
         f"or the four IDX files, or Tiny-ImageNet or VireoFood-172 as distributed"

@@ -304,4 +304,16 @@ def _named(tree: Any, head: str = "") -> list[tuple[str, Tensor]]:
     return [pair for k, v in items for pair in _named(v, f"{head}/{k}" if head else str(k))]
 
 
-__all__ = ["Batch", "Engine", "Job", "MethodError", "Plan", "add", "described", "kind", "moving", "plan", "split_loss"]
+__all__ = [
+    "Batch",
+    "Engine",
+    "Job",
+    "MethodError",
+    "Plan",
+    "add",
+    "described",
+    "kind",
+    "moving",
+    "plan",
+    "split_loss",
+]

@@ -41,8 +41,8 @@ class Crew:
         self.rows = stacked([p.rows for p in plans], True)
         self.index = stacked([job.client.index[p.rows] for job, p in zip(jobs, plans)], True)
         self.mask = stacked([p.mask(dtype) for p in plans], True).to(device)
-        self.epoch = stacked([torch.tensor(p.epoch) for p in plans], False)
-        self.last_epoch = torch.tensor([p.epoch[-1] for p in plans])
+        self.epoch = stacked([torch.tensor(p.epoch, dtype=dtype) for p in plans], False).to(device)
+        self.last_epoch = torch.tensor([p.epoch[-1] for p in plans], dtype=dtype, device=device)
         self.augment = self._numbers([p.augment for p in plans], stacked, True)
         per_row = bool(getattr(self.request, "noise", None) and self.request.noise.per == "row")
         self.noise = self._numbers([p.noise for p in plans], stacked, per_row)
@@ -107,7 +107,7 @@ class StackedView:
         for name, spec, leaves in self.parts:
             placed = [next(rest) if leaf is None else leaf for leaf in leaves]
             changes[name] = placed[0] if spec.is_leaf() else pytree.tree_unflatten(placed, spec)
-        return self.whole._replace(**changes)
+        return self.whole._replace(**changes)  # type: ignore[arg-type]
 
 
 def own_copy(trees: list[Tree]) -> Tree:
@@ -157,7 +157,7 @@ class Batched(Engine):
         r, client = job.request, job.client
         return client.steps(r.epochs) if isinstance(r, Train) else client.n
 
-    def lift(self, fn: Callable[..., Any], mode: str, crew: Crew) -> BatchCall:
+    def lift(self, fn: Callable[..., Any], mode: Any, crew: Crew) -> BatchCall:
         """fn(net, w, batch, view) -> the same for all live clients, with what the net's layers remember."""
 
         def call(w: Tree, batch: Batch) -> tuple[Any, Tree]:
@@ -204,8 +204,7 @@ class Batched(Engine):
         noise = crew.noise
         if noise is not None:
             noise = noise[s, :live, :wide] if crew.noise_per_row else noise[s, :live]
-        epoch = crew.epoch[s, :live].to(self.task.device, self.task.dtype)
-        return Batch(x, y, crew.mask[s, :live, :wide], frozen, noise, epoch, self.task.scalar(s))
+        return Batch(x, y, crew.mask[s, :live, :wide], frozen, noise, crew.epoch[s, :live], self.task.scalar(s))
 
     def train(self, jobs: list[Job]) -> list[Any]:
         r = jobs[0].request
@@ -238,7 +237,7 @@ class Batched(Engine):
             grads = torch.autograd.grad(loss.sum(), [q[k] for k in names], materialize_grads=True) if names else ()
             with torch.no_grad():
                 seen = Tree(loss=loss.detach()) | parts.map(Tensor.detach)
-                terms = self.gather(terms, seen, torch.ones(live, dtype=torch.bool), len(jobs))
+                terms = self.gather(terms, seen, None, len(jobs))
                 if names:
                     self.step(r, groups, now, Tree(zip(names, grads)), momenta, crew, live)
                 for k, v in updates.items():
@@ -249,19 +248,26 @@ class Batched(Engine):
         weights = unstack(w, len(jobs))
         return list(zip(weights, unstack(sums, len(jobs)))) if r.tally else weights
 
-    def gather(self, total: Any, new: Any, counts: Tensor, k: int) -> Any:
-        """Add the sums of those live clients for which this step counts."""
+    def gather(self, total: Any, new: Any, counts: Tensor | None, k: int) -> Any:
+        """Add the sums of those live clients for which this step counts (None: all)."""
         if total is None:
             total = pytree.tree_map(lambda v: v.new_zeros(k, *v.shape[1:]), new)
 
         def put(t: Tensor, v: Tensor) -> Tensor:
-            t[: len(v)] += torch.where(column(counts.to(v.device), v), v, torch.zeros_like(v))
+            t[: len(v)] += v if counts is None else torch.where(column(counts, v), v, torch.zeros_like(v))
             return t
 
         return pytree.tree_map(put, total, new)
 
     def step(
-        self, r: Train, groups: list[tuple[Group, list[str]]], w: Tree, g: Tree, momenta: Tree, crew: Crew, live: int
+        self,
+        r: Train,
+        groups: list[tuple[Group, list[str]]],
+        w: Tree,
+        g: Tree,
+        momenta: Tree,
+        crew: Crew,
+        live: int,
     ) -> None:
         """One SGD step of all live clients, in place on w (protocol 4.1)."""
         client = crew.jobs[0].client
@@ -317,8 +323,8 @@ class Batched(Engine):
     def survey(self, jobs: list[Job]) -> list[Any]:
         total: Any = None
         with torch.no_grad():
-            for crew, _, b, sums in self.read(jobs):
-                total = self.gather(total, sums, torch.ones(len(b.y), dtype=torch.bool), len(jobs))
+            for crew, _, _, sums in self.read(jobs):  # noqa: B007 - used below
+                total = self.gather(total, sums, None, len(jobs))
         out = unstack(total, len(jobs))
         return list(zip(out, unstack(crew.w, len(jobs)))) if jobs[0].request.mode == "train" else out
 

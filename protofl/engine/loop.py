@@ -22,7 +22,11 @@ class Loop(Engine):
 
     def answer(self, jobs: list[Job]) -> list[Any]:
         (job,) = jobs
-        by_type: dict[type, Callable[[Job], Any]] = {Train: self.train, Survey: self.survey, Collect: self.collect}
+        by_type: dict[type, Callable[[Job], Any]] = {
+            Train: self.train,
+            Survey: self.survey,
+            Collect: self.collect,
+        }
         return [by_type[type(job.request)](job)]
 
     def batch(self, job: Job, plan: Plan, s: int, full: Any = None) -> Batch:
@@ -86,7 +90,8 @@ class Loop(Engine):
         for group, mine in groups:
             lr, rho, decay, _ = self.setting(group, job.client)
             lr = job.client.rate(epoch) if job.client.rate and group.lr is None else lr
-            p, d, m = [w[k] for k in mine], [g[k] for k in mine], [momenta[k] for k in mine]
+            p, m = [w[k] for k in mine], [momenta[k] for k in mine]
+            d: Any = [g[k] for k in mine]
             if decay:
                 d = torch._foreach_add(d, p, alpha=decay)
             if rho:
@@ -103,7 +108,8 @@ class Loop(Engine):
 
     def frozen_features(self, job: Job, view: View) -> Any:
         """What `frozen` says of every sample of the client, once per request."""
-        client, parts = job.client, []
+        client = job.client
+        parts: list[Any] = []
         with torch.no_grad():
             for at in range(0, client.n, READ):
                 x, y = self.task.rows(client.index[at : at + READ], None)

@@ -125,7 +125,11 @@ def _hear(
         code = worker.process.exitcode
         reason = f"killed by signal {-code}" if code is not None and code < 0 else f"exit code {code}"
         worker.item = None
-        ended(number, None, (f"its process died ({reason}); what it had finished is kept, run the command again", ""))
+        ended(
+            number,
+            None,
+            (f"its process died ({reason}); what it had finished is kept, run the command again", ""),
+        )
         return
     if kind == "event":
         tell(number, what)

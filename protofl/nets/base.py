@@ -200,9 +200,7 @@ class Net:
                 w[name] = _constant(shape, kind)
         for name, _, kind in table:
             if kind == "kaiming":
-                torch.nn.init.kaiming_normal_(
-                    w[name], mode="fan_out", nonlinearity="relu", generator=generator
-                )
+                torch.nn.init.kaiming_normal_(w[name], mode="fan_out", nonlinearity="relu", generator=generator)
         return w
 
     def trainable(self, w: Tree) -> Tree:
@@ -433,6 +431,5 @@ def too_small(name: str, shape: tuple[int, int, int], smallest: int) -> NoReturn
     """Refuses images that a net's layers would shrink to nothing."""
     height, width, channels = shape
     raise UserError(
-        f"net {name}: images of {height}x{width}x{channels} are too small, "
-        f"it needs at least {smallest}x{smallest}"
+        f"net {name}: images of {height}x{width}x{channels} are too small, it needs at least {smallest}x{smallest}"
     )

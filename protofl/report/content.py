@@ -54,9 +54,7 @@ class Report:
         data = self.data[name]
         return data[data["setting"] == setting.number]
 
-    def picture(
-        self, name: str, setting: Setting, alt: str, caption: str, draw: Callable[[Path], None]
-    ) -> str:
+    def picture(self, name: str, setting: Setting, alt: str, caption: str, draw: Callable[[Path], None]) -> str:
         """Draw a picture; a failure is a remark in the report and not its end."""
         file = f"{name}.png" if len(self.settings) == 1 else f"{name}-{setting.number}.png"
         try:

@@ -66,9 +66,7 @@ def versions(runs: Sequence[Run]) -> str:
     names = dict.fromkeys(n for r in runs for n in r.env)
     parts = []
     for name in names:
-        values = list(
-            dict.fromkeys(text(r.env[name]) for r in runs if r.env.get(name) not in (None, "", {}, []))
-        )
+        values = list(dict.fromkeys(text(r.env[name]) for r in runs if r.env.get(name) not in (None, "", {}, [])))
         if values:
             parts.append(f"{escape(name)} {escape(' / '.join(values))}")
     return f"Versions and machine: {', '.join(parts)}." if parts else ""
@@ -102,9 +100,7 @@ def _split(s: Setting) -> str:
     names = {"beta": "beta", "clients": "N", "partition_seed": "seed"}
     parts = [escape(text(p.get("partition")))]
     parts += [f"{word} = {escape(text(p[n]))}" for n, word in names.items() if n in p]
-    hashes = list(
-        dict.fromkeys(str(r.partition["index_hash"]) for r in s.runs if r.partition.get("index_hash"))
-    )
+    hashes = list(dict.fromkeys(str(r.partition["index_hash"]) for r in s.runs if r.partition.get("index_hash")))
     parts += [f"index hash {escape(' / '.join(hashes))}"] if hashes else []
     same = p.get("partition_seed") != "run"
     parts += [f"count hash {escape(part['count_hash'])}"] if part.get("count_hash") and same else []
@@ -134,9 +130,7 @@ def _parameters(run: Run) -> str:
     words += f", {_count(sizes['total'])} parameters" if "total" in sizes else ""
     words += f" ({', '.join(named)})" if named else ""
     trained = net.get("trained")
-    return words + (
-        f", of its own model {_count(trained)}" if trained not in (None, 0, sizes.get("total")) else ""
-    )
+    return words + (f", of its own model {_count(trained)}" if trained not in (None, 0, sizes.get("total")) else "")
 
 
 def _count(value: Any) -> str:
@@ -163,9 +157,7 @@ def _changed(s: Setting) -> str:
     """Protocol fields that have no place of their own and are not at their default."""
     known = options.fields(Protocol)
     p = s.first.protocol
-    names = [
-        n for n, v in p.items() if n not in SHOWN and (n not in known or text(v) != text(known[n].default))
-    ]
+    names = [n for n, v in p.items() if n not in SHOWN and (n not in known or text(v) != text(known[n].default))]
     return ", ".join(f"{escape(n)} = {escape(text(p[n]))}" for n in names)
 
 
@@ -174,17 +166,13 @@ def _checks(s: Setting) -> str:
     checks: dict[str, Callable[[Run], Any]] = {
         "split": lambda r: r.partition.get("index_hash"),
         "initial weights (of networks of one size)": lambda r: r.network.get("w0"),
-        "drawn clients": lambda r: {
-            row["round"]: row.get("clients") for row in r.rounds if row["round"] >= 0
-        },
+        "drawn clients": lambda r: {row["round"]: row.get("clients") for row in r.rounds if row["round"] >= 0},
     }
     found = {name: _agree(s, read, weights=name.startswith("initial")) for name, read in checks.items()}
     good = [name for name, verdict in found.items() if verdict is True]
     bad = [name for name, verdict in found.items() if verdict is False]
     parts = [f"the same for all methods of a seed: {', '.join(good)}"] if good else []
-    return "; ".join(
-        [*parts, *([f"**not the same for all methods of a seed: {', '.join(bad)}**"] if bad else [])]
-    )
+    return "; ".join([*parts, *([f"**not the same for all methods of a seed: {', '.join(bad)}**"] if bad else [])])
 
 
 def _agree(s: Setting, read: Callable[[Run], Any], weights: bool) -> bool | None:
@@ -221,21 +209,14 @@ def methods(s: Setting) -> str:
 
 def population(entry: Entry) -> tuple[str, str]:
     """Whose models PM is over, and how many of them could be evaluated in the last round."""
-    ends = [
-        r
-        for run in entry.used
-        for r in evaluated(entry.rows(run))[-1:]
-        if number(r.get("pm_clients")) is not None
-    ]
+    ends = [r for run in entry.used for r in evaluated(entry.rows(run))[-1:] if number(r.get("pm_clients")) is not None]
     if not ends:
         return MISSING, MISSING
     asked = entry.runs[0].protocol.get("pm_clients", MISSING)
     skipped = [int(number(r.get("pm_skipped")) or 0) for r in ends]
     everyone = any(r["pm_clients"] + k > len(r.get("clients") or []) > 0 for r, k in zip(ends, skipped))
     counted = _span(int(r["pm_clients"]) for r in ends)
-    return "all" if everyone else escape(asked), counted + (
-        f" ({_span(skipped)} skipped)" if any(skipped) else ""
-    )
+    return "all" if everyone else escape(asked), counted + (f" ({_span(skipped)} skipped)" if any(skipped) else "")
 
 
 def every_setting(made: Sequence[Setting]) -> pd.DataFrame:

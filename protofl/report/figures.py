@@ -49,9 +49,7 @@ def save(figure: Figure, path: Path) -> None:
     figure.savefig(path, format="png", metadata={"Software": None}, bbox_inches="tight", pad_inches=0.12)
 
 
-def blank(
-    width: float, height: float, rows: int = 1, columns: int = 1, **grid: Any
-) -> tuple[Figure, list[Axes]]:
+def blank(width: float, height: float, rows: int = 1, columns: int = 1, **grid: Any) -> tuple[Figure, list[Axes]]:
     """A new figure with its axes, row by row."""
     from matplotlib.figure import Figure
 
@@ -173,8 +171,7 @@ def legend(figure: Figure, tidy: pd.DataFrame, columns: int) -> None:
 
     firsts = [mine.iloc[0] for _, mine in tidy.groupby("label", sort=False)]
     handles = [
-        Line2D([], [], color=style.colour(str(f["method"])), linestyle=style.dash(int(f["variant"])))
-        for f in firsts
+        Line2D([], [], color=style.colour(str(f["method"])), linestyle=style.dash(int(f["variant"]))) for f in firsts
     ]
     words = [short(plain(str(f["label"])), 40) for f in firsts]
     widest = max(map(len, words))
@@ -315,14 +312,10 @@ def class_legend(figure: Figure, tidy: pd.DataFrame, classes: int) -> None:
     named = tidy[["class_id", "class"]].drop_duplicates().sort_values("class_id")
     if classes <= len(style.CLASSES):
         for c, name in named.itertuples(index=False):
-            handles.append(
-                Line2D([], [], marker="s", markersize=5, linestyle="", color=class_colour(c, classes))
-            )
+            handles.append(Line2D([], [], marker="s", markersize=5, linestyle="", color=class_colour(c, classes)))
             words.append(short(plain(str(name)), 16))
     else:
         for c in np.unique(np.linspace(0, classes - 1, 6).round().astype(int)):
-            handles.append(
-                Line2D([], [], marker="s", markersize=5, linestyle="", color=class_colour(int(c), classes))
-            )
+            handles.append(Line2D([], [], marker="s", markersize=5, linestyle="", color=class_colour(int(c), classes)))
             words.append(f"class id {c}")
     figure.legend(handles, words, loc="outside right center", fontsize=8)

@@ -15,9 +15,7 @@ from ..protocol import Protocol
 from .read import DAMAGED, DIVERGED, FAILED, FINISHED, UNFINISHED, Run, number
 from .select import RULES, Row, Rule, last
 
-APART = {"seed", "partition_file"} | {
-    n for n, f in options.fields(Protocol).items() if not options.option(f).digest
-}
+APART = {"seed", "partition_file"} | {n for n, f in options.fields(Protocol).items() if not options.option(f).digest}
 """Protocol fields in which runs of one setting may differ: the seed, and what moves no number.
 
 A split is known by its hash, not by the file that it was read from.

@@ -89,11 +89,7 @@ class Run:
 
     def prototypes(self) -> tuple[Prototypes | None, str]:
         """The prototypes of the last stored round (None: there are none), and why they cannot be read."""
-        stored = {
-            int(m[1]): p
-            for p in sorted(self.path.glob("prototypes/*.npz"))
-            if (m := _ROUND.fullmatch(p.name))
-        }
+        stored = {int(m[1]): p for p in sorted(self.path.glob("prototypes/*.npz")) if (m := _ROUND.fullmatch(p.name))}
         if not stored:
             return None, ""
         last = max(stored)
@@ -114,9 +110,7 @@ def runs(paths: Sequence[Path | str]) -> list[Run]:
         if not path.exists():
             raise UserError(f"there is no folder {path}")
         below = [read(p) for p in find(path)]
-        for run in sorted(
-            below, key=lambda r: (not r.known, r.name.casefold(), _canonical(r.options), r.seed)
-        ):
+        for run in sorted(below, key=lambda r: (not r.known, r.name.casefold(), _canonical(r.options), r.seed)):
             out.setdefault(run.path.resolve(), run)
     if not out:
         raise UserError(f"no runs below {', '.join(map(str, paths)) or 'the given folders'}")
@@ -202,9 +196,7 @@ def _protocol_problem(document: Document) -> str:
         if not isinstance(document.get(name, {}), dict):
             return f"protocol.json: {name} is not an object"
     method = document.get("method", {})
-    if not (
-        isinstance(method.get("name"), str) and method["name"] and isinstance(method.get("options", {}), dict)
-    ):
+    if not (isinstance(method.get("name"), str) and method["name"] and isinstance(method.get("options", {}), dict)):
         return "protocol.json does not name the method"
     if _whole(document.get("protocol", {}).get("seed")) is None:
         return "protocol.json has no seed"
@@ -276,9 +268,7 @@ def _status(summary: Document, done: bool, rounds: Sequence[Document], total: in
     said = summary.get("status")
     played = [r["round"] for r in rounds if r["round"] >= 0]
     if said == DIVERGED or any(r.get("diverged") for r in rounds):
-        return DIVERGED, next(
-            (f"diverged at round {r['round']}" for r in rounds if r.get("diverged")), "diverged"
-        )
+        return DIVERGED, next((f"diverged at round {r['round']}" for r in rounds if r.get("diverged")), "diverged")
     if said == FAILED:
         return FAILED, f"failed: {summary.get('error') or 'no reason recorded'}"
     if not (done or said == FINISHED):
@@ -301,11 +291,6 @@ def _prototypes(round: int, arrays: Mapping[str, Array]) -> Prototypes:
     if len(values) == 0:
         values = np.zeros((0, own.shape[-1]))
     fits = values.ndim == own.ndim == 2 and values.shape[1] == own.shape[1]
-    if (
-        not fits
-        or has.shape != values.shape[:1]
-        or labels.shape != own.shape[:1]
-        or ids.shape != own.shape[:1]
-    ):
+    if not fits or has.shape != values.shape[:1] or labels.shape != own.shape[:1] or ids.shape != own.shape[:1]:
         raise ValueError("the arrays do not fit together")
     return Prototypes(round, values, has, own, labels, ids)

@@ -155,9 +155,7 @@ def cost(runs: Sequence[Run]) -> pd.DataFrame:
     `down_mb`, `up_mb`: per round and drawn client; `once_mb`: constants and the exchange before round 0;
     `total_mb`: all that crossed in the run; `seconds_*`: per round, `seconds_total`: the whole run.
     """
-    return frame(
-        ({**head(s, e), "n": len(e.used), **_mean_cost(e)} for s in settings(runs) for e in s.entries), COST
-    )
+    return frame(({**head(s, e), "n": len(e.used), **_mean_cost(e)} for s in settings(runs) for e in s.entries), COST)
 
 
 def _mean_cost(entry: Entry) -> dict[str, float | None]:
@@ -234,9 +232,7 @@ class Cells:
     def highest(self, labels: Sequence[str], metric: str, rule: str) -> set[str]:
         """Which finished methods have the highest mean as printed; none if fewer than two can be compared."""
         rows = {label: self.row(label, metric, rule) for label in labels}
-        shown = {
-            k: f"{100 * r['mean']:.2f}" for k, r in rows.items() if r["mean"] is not None and r["finished"]
-        }
+        shown = {k: f"{100 * r['mean']:.2f}" for k, r in rows.items() if r["mean"] is not None and r["finished"]}
         top = max(map(float, shown.values()), default=0.0)
         return {k for k, v in shown.items() if float(v) == top} if len(shown) > 1 else set()
 
@@ -300,13 +296,7 @@ def _terminal_rows(setting: Setting, cells: Cells, has_pm: bool) -> Iterable[lis
 def _caption(made: Sequence[Setting], tidy: pd.DataFrame) -> str:
     counted = [int(n) for n in tidy.loc[tidy["metric"] == "gm", "n"]]
     parts = [over(counted, made[0].ddof if made else 1), "bold: highest mean of the headline"]
-    if any(
-        r.get("gm") is None for s in made for e in s.entries for run in e.used for r in evaluated(run.rounds)
-    ):
+    if any(r.get("gm") is None for s in made for e in s.entries for run in e.used for r in evaluated(run.rounds)):
         parts.append(f"{MISSING}: not measured or not defined")
-    lines = [
-        f"setting {s.number}: {', '.join(f'{k}={v}' for k, v in s.differs.items())}"
-        for s in made
-        if s.differs
-    ]
+    lines = [f"setting {s.number}: {', '.join(f'{k}={v}' for k, v in s.differs.items())}" for s in made if s.differs]
     return "\n".join([*lines, "; ".join(parts)])

@@ -196,9 +196,7 @@ def test_read_only_arrays_are_enough() -> None:
         (("resize224",), CIFAR, "leave it out"),
     ],
 )
-def test_augmentations_that_do_not_fit(
-    augment: tuple[str, ...], shape: tuple[int, int, int], words: str
-) -> None:
+def test_augmentations_that_do_not_fit(augment: tuple[str, ...], shape: tuple[int, int, int], words: str) -> None:
     with pytest.raises(UserError, match=words):
         Pipeline(augment, None, None, 255, shape)
 

@@ -29,9 +29,7 @@ SCHEMES = ("dir_class", "dir_class_fednh", "dir_client", "iid")
 FINGERPRINTS = list(csv.DictReader((HERE / "partition_fingerprints.csv").open()))
 
 
-def split(
-    dataset: str, scheme: str, clients: int, beta: float | None, seed: int = 0, **more: Any
-) -> Partition:
+def split(dataset: str, scheme: str, clients: int, beta: float | None, seed: int = 0, **more: Any) -> Partition:
     y = LABELS[dataset]
     return partition(y, scheme=scheme, clients=clients, beta=beta, seed=seed, classes=int(y[-1]) + 1, **more)
 

@@ -119,9 +119,7 @@ def test_relative_paths_are_looked_for_here_and_in_the_data_folder(
     ],
     ids=["one_based", "gaps", "floats", "column", "negative", "strings", "bytes"],
 )
-def test_labels_of_any_kind(
-    tmp_path: Path, train: list[Any], test: list[Any], classes: tuple[str, ...]
-) -> None:
+def test_labels_of_any_kind(tmp_path: Path, train: list[Any], test: list[Any], classes: tuple[str, ...]) -> None:
     data = load(str(npz(tmp_path / "m.npz", y_train=np.array(train), y_test=np.array(test))))
     assert data.classes == classes
     assert data.y_train.tolist() == [0, 1, 2, 0, 1, 2] and data.y_test.tolist() == [2, 1, 0]
@@ -189,9 +187,7 @@ def test_npz_that_is_refused(tmp_path: Path, change: dict[str, Any], words: str)
     assert words in refusal(npz(tmp_path / "m.npz", **change))
 
 
-@pytest.mark.parametrize(
-    ("value", "word"), [(np.nan, "NaN"), (np.inf, "infinity"), (1e300, "single precision")]
-)
+@pytest.mark.parametrize(("value", "word"), [(np.nan, "NaN"), (np.inf, "infinity"), (1e300, "single precision")])
 def test_rows_that_are_not_finite_are_named(tmp_path: Path, value: float, word: str) -> None:
     x = np.ones((6, 7))
     x[4, 2] = value
@@ -239,11 +235,7 @@ def test_image_folder(tmp_path: Path) -> None:
     (root / "train" / "B" / "notes.txt").write_text("no image")
     (root / "train" / ".cache").mkdir()
     data = load(str(root))
-    assert (
-        data.name == "pics"
-        and data.classes == ("B", "a", "b")
-        and data.y_train.tolist() == [0, 0, 1, 1, 2, 2]
-    )
+    assert data.name == "pics" and data.classes == ("B", "a", "b") and data.y_train.tolist() == [0, 0, 1, 1, 2, 2]
     assert data.y_test.tolist() == [1, 2] and data.x_train.shape == (6, 6, 6, 3)
     assert np.array_equal(data.x_train[0], noise(6, 6, 3, seed=5))  # "10.png" before "9.png"
     assert isinstance(data.x_train, np.memmap) and not data.x_train.flags.writeable
@@ -289,12 +281,8 @@ def test_kinds_of_images(tmp_path: Path) -> None:
     picture(root / "test" / "k" / "0.png", rgb)
     data = load(str(root))
     of = dict(zip(sorted(kinds), data.x_train[data.y_train == 2], strict=True))
-    assert np.array_equal(of["UPPER.PNG"], noise(6, 6, 3, seed=7)) and np.array_equal(
-        of["alpha.png"], of["UPPER.PNG"]
-    )
-    assert np.array_equal(of["deep.png"][..., 0], noise(6, 6)) and np.array_equal(
-        of["deep.tif"], of["deep.png"]
-    )
+    assert np.array_equal(of["UPPER.PNG"], noise(6, 6, 3, seed=7)) and np.array_equal(of["alpha.png"], of["UPPER.PNG"])
+    assert np.array_equal(of["deep.png"][..., 0], noise(6, 6)) and np.array_equal(of["deep.tif"], of["deep.png"])
     assert np.array_equal(of["greyalpha.png"], of["deep.png"]) and set(np.unique(of["bits.png"])) <= {0, 255}
     assert np.array_equal(of["palette.png"], np.asarray(kinds["palette.png"].convert("RGB")))
 
@@ -345,9 +333,7 @@ def test_decoded_once(tmp_path: Path, monkeypatch: pytest.MonkeyPatch) -> None:
     assert again.classes == first.classes and again.note == first.note
     picture(root / "train" / "a" / "0.png", noise(6, 6, 3, seed=99))
     changed = load(str(root))
-    assert changed.fingerprint != first.fingerprint and np.array_equal(
-        changed.x_train[0], noise(6, 6, 3, seed=99)
-    )
+    assert changed.fingerprint != first.fingerprint and np.array_equal(changed.x_train[0], noise(6, 6, 3, seed=99))
 
 
 def test_the_same_content_elsewhere_has_the_same_fingerprint(tmp_path: Path) -> None:
@@ -414,9 +400,7 @@ def test_cache_folder(monkeypatch: pytest.MonkeyPatch) -> None:
 # ----------------------------------------------------------------------------------------------------- CIFAR
 
 
-def batches(
-    root: Path, name: str = "cifar10", rows: int = 6
-) -> tuple[Path, np.ndarray, list[str], list[int]]:
+def batches(root: Path, name: str = "cifar10", rows: int = 6) -> tuple[Path, np.ndarray, list[str], list[int]]:
     """Official batches of noise; returns the folder and, in the order of the batches, images, names and
     labels."""
     kind = layouts.CIFAR[name]
@@ -435,9 +419,7 @@ def batches(
             images.append(data.reshape(-1, 3, 32, 32).transpose(0, 2, 3, 1))
             names += files
             labels += y
-    (place / kind.meta).write_bytes(
-        pickle.dumps({kind.names: [f"class_{c:02d}" for c in range(k)]}, protocol=2)
-    )
+    (place / kind.meta).write_bytes(pickle.dumps({kind.names: [f"class_{c:02d}" for c in range(k)]}, protocol=2))
     return place, np.concatenate(images), names, labels
 
 
@@ -562,9 +544,7 @@ def test_fashion_mnist(tmp_path: Path, place: str, packed: bool) -> None:
     x, y = idx_files(tmp_path / place, packed)
     data = load("fashion-mnist", tmp_path)
     assert (
-        data.classes[0] == "T-shirt/top"
-        and data.classes[9] == "Ankle boot"
-        and data.x_train.shape == (20, 28, 28, 1)
+        data.classes[0] == "T-shirt/top" and data.classes[9] == "Ankle boot" and data.x_train.shape == (20, 28, 28, 1)
     )
     assert data.y_train.tolist() == sorted(y.tolist())
     assert np.array_equal(data.x_train[..., 0], x[np.argsort(y, kind="stable")])
@@ -770,9 +750,7 @@ def test_sets_that_cannot_be_fetched(tmp_path: Path) -> None:
             fetch(name, tmp_path)
 
 
-@pytest.mark.parametrize(
-    "member", ["../out.txt", "/tmp/out.txt", "a/../../out.txt", "..\\out.txt", "C:/out.txt"]
-)
+@pytest.mark.parametrize("member", ["../out.txt", "/tmp/out.txt", "a/../../out.txt", "..\\out.txt", "C:/out.txt"])
 def test_climbing_zip_files_are_not_unpacked(tmp_path: Path, member: str) -> None:
     with zipfile.ZipFile(tmp_path / "z.zip", "w") as out:
         out.writestr(member, "x")
@@ -810,9 +788,7 @@ def test_reading_warns_of_nothing(tmp_path: Path) -> None:
 
 
 @pytest.mark.data
-@pytest.mark.skipif(
-    not (REAL / "cifar10.npz").is_file(), reason="PROTOFL_DATA names no folder with cifar10.npz"
-)
+@pytest.mark.skipif(not (REAL / "cifar10.npz").is_file(), reason="PROTOFL_DATA names no folder with cifar10.npz")
 @pytest.mark.parametrize(
     ("name", "train", "test"),
     [

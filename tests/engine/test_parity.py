@@ -7,14 +7,15 @@ from typing import Any
 
 import pytest
 import torch
-
 from harness import ENGINES
+from toy import ToyBN, build, everything, gap, outputs, toy
+
 from protofl import options, registry
-from protofl.engine import batched as engine_module, choose
+from protofl.engine import batched as engine_module
+from protofl.engine import choose
 from protofl.engine.batched import Batched
 from protofl.errors import UserError
 from protofl.tree import Tree
-from toy import ToyBN, build, everything, gap, outputs, toy
 
 TOLERANCE = 1e-10
 QUICK = {"fedcspc": {"calib_epochs": 3}}
@@ -148,7 +149,17 @@ class SwappedAugmentation(Batched):
         return dataclasses.replace(made, augment=None if made.augment is None else made.augment.flip(1))
 
 
-FAULTS = [NoMask, NoShrink, LooseClip, NoDecay, Unsorted, NoBuffers, StaleFeatures, LastEpochOnly, SwappedAugmentation]
+FAULTS = [
+    NoMask,
+    NoShrink,
+    LooseClip,
+    NoDecay,
+    Unsorted,
+    NoBuffers,
+    StaleFeatures,
+    LastEpochOnly,
+    SwappedAugmentation,
+]
 
 
 @pytest.mark.parametrize("fault", FAULTS)

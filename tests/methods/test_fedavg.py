@@ -48,9 +48,7 @@ def test_quadratic(
 
 @engines
 def test_server_lr_damps(engine: str) -> None:
-    assert float(quadratic(FedAvg(), engine=engine, server_lr=0.5).run().shared.net.w) == pytest.approx(
-        0.582875
-    )
+    assert float(quadratic(FedAvg(), engine=engine, server_lr=0.5).run().shared.net.w) == pytest.approx(0.582875)
 
 
 @engines
@@ -160,9 +158,7 @@ def test_decay_begins_at_the_offset(engine: str) -> None:
 def test_buffers_of_a_normalised_net(engine: str) -> None:
     average = ragged(FedAvg(), Tiny(norm=True), engine=engine).run()
     net = average.shared.net
-    assert (
-        int(net["encoder.num_batches_tracked"]) == 3 * 2 * 4
-    )  # the longest client: 4 batches, 2 epochs, 3 rounds
+    assert int(net["encoder.num_batches_tracked"]) == 3 * 2 * 4  # the longest client: 4 batches, 2 epochs, 3 rounds
     share = average.last.uploads[0].net["encoder.running_mean"]
     assert not torch.equal(net["encoder.running_mean"], share)
     local = ragged(FedAvg(), Tiny(norm=True), engine=engine, bn_buffers="local").run()

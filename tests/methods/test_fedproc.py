@@ -69,9 +69,7 @@ def test_pull(engine: str, options: dict[str, Any], values: Any, has: list[bool]
 
 
 @engines
-@pytest.mark.parametrize(
-    ("z_normalize", "ce", "loss"), [(False, 2.871539, 1.323902), (True, 1.599326, 1.005849)]
-)
+@pytest.mark.parametrize(("z_normalize", "ce", "loss"), [(False, 2.871539, 1.323902), (True, 1.599326, 1.005849)])
 def test_loss(engine: str, z_normalize: bool, ce: float, loss: float) -> None:
     terms = answer(FedProc(), [[1, 2, 2]], [0], engine, z_normalize=z_normalize)
     assert terms["alpha"] == 0.75
@@ -82,9 +80,7 @@ ROWS, LABELS = [[1, 2, 2], [0, 1, 0], [0, 0, 0], [-1, 0, 1]], [0, 1, 0, 2]
 
 
 @engines
-@pytest.mark.parametrize(
-    ("has", "wanted"), [([True, False, True], 0.239418), (ALL, 0.493459), ([False] * 3, 0.0)]
-)
+@pytest.mark.parametrize(("has", "wanted"), [([True, False, True], 0.239418), (ALL, 0.493459), ([False] * 3, 0.0)])
 @pytest.mark.parametrize("z_normalize", [False, True])
 def test_batch_with_a_zero_row(engine: str, has: list[bool], wanted: float, z_normalize: bool) -> None:
     terms = answer(FedProc(), ROWS, LABELS, engine, proto=table(C, has), z_normalize=z_normalize)
@@ -240,26 +236,38 @@ def test_uniform_is_count_for_equal_counts(engine: str) -> None:
     ],
 )
 @pytest.mark.parametrize("empty", ["skip", "zero_fill", "carry_received"])
-def test_absent_class(engine: str, absent: str, values: Any, has: list[bool], empty: str) -> None:
-    fed = two_clients(FedProc(absent_class=absent, empty_class=empty, proto_weighting="count"), engine,
-                      draws=[[0, 1], [1]])  # fmt: skip
+@pytest.mark.parametrize("weighting", ["uniform", "count"])
+def test_absent_class(engine: str, absent: str, values: Any, has: list[bool], empty: str, weighting: str) -> None:
+    method = FedProc(absent_class=absent, empty_class=empty, proto_weighting=weighting)
+    fed = two_clients(method, engine, draws=[[0, 1], [1]])
     assert not fed.shared.proto.has.any()
     fed.introduce()
     assert fed.shared.proto.has.tolist() == [True, True, absent == "keep_zero"]
     fed.play(1)
     assert fed.shared.proto.has.tolist() == has
-    assert fed.shared.proto.values.tolist() == [pytest.approx(row) for row in values]
+    halved = empty == "zero_fill" and weighting == "uniform"
+    wanted = [values[0], [0, 0.5] if halved else values[1], values[2]]
+    assert fed.shared.proto.values.tolist() == [pytest.approx(row) for row in wanted]
     fed.draws = [[0, 1]] * 3
     fed.play(2)  # whoever comes back is valid again
     assert fed.shared.proto.has.tolist() == [True, True, absent == "keep_zero"]
 
 
+def test_rows_that_are_not_there_are_not_read() -> None:
+    fed = two_clients(FedProc(), "loop")
+    uploads = [
+        Tree(proto=table([[2, 2], [7, 7], [8, 8]], [True, False, False]), n=torch.tensor([1, 0, 0])),
+        Tree(proto=table([[5, 5], [4, 4], [9, 9]], [False, True, False]), n=torch.tensor([0, 1, 0])),
+    ]
+    for empty, one in (("skip", 2), ("carry_received", 2), ("zero_fill", 1)):
+        server = RunServer(fed.task, [0, 1], 0)
+        shared, _ = FedProc(empty_class=empty).adopt(server, fed.shared, fed.private, uploads)
+        assert shared.proto.values.tolist() == [[one, one], [2 * one, 2 * one], [0, 0]]
+
+
 @engines
 def test_absent_class_has_no_effect_where_every_class_is_held(engine: str) -> None:
-    results = [
-        ragged(FedProc(absent_class=a), engine=engine).run().shared
-        for a in ("keep_mask", "keep_zero", "drop")
-    ]
+    results = [ragged(FedProc(absent_class=a), engine=engine).run().shared for a in ("keep_mask", "keep_zero", "drop")]
     assert identical(results[0], results[1]) and identical(results[0], results[2])
     draws = [[0, 2], [0, 1], [3, 4]]  # class 4 in the first exchange alone
     results = [ragged(FedProc(absent_class=a), engine=engine, draws=draws).run().shared.net
@@ -497,14 +505,9 @@ def test_round_0_without_prototypes_is_cross_entropy(engine: str) -> None:
     first = ragged(FedProc(proto_init="zeros_masked"), engine=engine, rounds=1).run()
     assert identical(first.shared.net, ragged(FedAvg(), engine=engine, rounds=1).run().shared.net)
     for options in ({"alpha_schedule": "ce_only"}, {"alpha_schedule": "reverse"}):
-        pair = [
-            ragged(FedProc(round0_loss=r, **options), engine=engine).run()
-            for r in ("as_scheduled", "ce_only")
-        ]
+        pair = [ragged(FedProc(round0_loss=r, **options), engine=engine).run() for r in ("as_scheduled", "ce_only")]
         assert identical(pair[0].shared, pair[1].shared)
-    pair = [
-        ragged(FedProc(round0_loss=r), engine=engine, rounds=1).run() for r in ("as_scheduled", "ce_only")
-    ]
+    pair = [ragged(FedProc(round0_loss=r), engine=engine, rounds=1).run() for r in ("as_scheduled", "ce_only")]
     assert gap(pair[0].shared.net, pair[1].shared.net) > 1e-6
 
 
@@ -560,9 +563,7 @@ def test_prototypes_live_where_z_lives(net: Tiny, width: int) -> None:
     assert ragged(FedProc(), net).shared.proto.values.shape == (CLASSES, width)
     made = build("mlp", classes=10, shape=(8, 8, 1), projection_dim=32, classifier_input="r")
     x = torch.zeros(2, 1, 8, 8)
-    fed = federation(
-        FedProc(), made, x, torch.tensor([0, 1]), [[0], [1]], local_epochs=1, precision="fp32"
-    ).run()
+    fed = federation(FedProc(), made, x, torch.tensor([0, 1]), [[0], [1]], local_epochs=1, precision="fp32").run()
     assert fed.shared.proto.values.shape == (10, 32)  # z, also where the output layer reads r
     assert fed.shared.proto.values.dtype == torch.float32
 
@@ -575,10 +576,7 @@ def test_proto_bn_mode(engine: str) -> None:
     kw = {"engine": engine, "rounds": 2}
     bare = [ragged(FedProc(proto_bn_mode=m), **kw).run() for m in ("eval", "train_frozen_stats", "train")]
     assert gap(state(bare[0]), state(bare[1])) < 1e-12 and gap(state(bare[0]), state(bare[2])) < 1e-12
-    made = {
-        m: ragged(FedProc(proto_bn_mode=m), Tiny(norm=True), **kw)
-        for m in ("eval", "train_frozen_stats", "train")
-    }
+    made = {m: ragged(FedProc(proto_bn_mode=m), Tiny(norm=True), **kw) for m in ("eval", "train_frozen_stats", "train")}
     for fed in made.values():
         fed.introduce()
         assert identical(fed.shared.net, fed.task.initial)  # the exchange before round 0 uploads no model
@@ -593,9 +591,7 @@ def test_proto_bn_mode(engine: str) -> None:
 
 @engines
 def test_proto_transform(engine: str) -> None:
-    moved, still = (
-        ragged(FedProc(proto_transform=p), engine=engine, augment=Shift()).run() for p in ("train", "test")
-    )
+    moved, still = (ragged(FedProc(proto_transform=p), engine=engine, augment=Shift()).run() for p in ("train", "test"))
     assert gap(moved.shared.proto, still.shared.proto) > 1e-6
     same = [ragged(FedProc(proto_transform=p), engine=engine).run() for p in ("train", "test")]
     assert identical(state(same[0]), state(same[1]))  # nothing is random
@@ -651,7 +647,7 @@ def test_remaining_options_move_the_result(engine: str) -> None:
 @engines
 @pytest.mark.parametrize("head", ["classifier", "prototype"])
 def test_heads(engine: str, head: str) -> None:
-    fed = ragged(FedProc(eval_head=head), engine=engine, participation=0.5).run()
+    fed = ragged(FedProc(eval_head=head), engine=engine, draws=[[0, 1], [3, 4], [0, 6]]).run()
     x = fed.task.x[:9]
     for model in (fed.global_model(), *fed.personal().values(), *fed.refreshed().values()):
         scores = fed.scores(model, x)
@@ -662,7 +658,7 @@ def test_heads(engine: str, head: str) -> None:
         )
         has = fed.shared.proto.has
         assert gap(scores["prototype"][:, has], near[:, has]) < 1e-12
-        assert bool((scores["prototype"][:, ~has] == -math.inf).all())
+        assert has.tolist() == [True] * 4 + [False] and bool((scores["prototype"][:, ~has] == -math.inf).all())
         assert identical(model.tree.proto, fed.shared.proto)  # C^{t+1}
     assert identical(fed.personal()[fed.last.ids[0]].tree.net, fed.last.uploads[0].net)
 
@@ -715,9 +711,7 @@ def test_bytes_of_simple_cnn(engine: str) -> None:
     net = build("simple_cnn", classes=10, shape=(32, 32, 3))
     y = torch.tensor([*range(10), 3, 3, 7])
     x = torch.rand(13, 3, 32, 32, generator=torch.Generator().manual_seed(0))
-    fed = federation(
-        FedProc(), net, x, y, [range(10), range(10, 13)], engine=engine, local_epochs=1, precision="fp32"
-    )
+    fed = federation(FedProc(), net, x, y, [range(10), range(10, 13)], engine=engine, local_epochs=1, precision="fp32")
     weights, row = 370_504, 256 * 4
     fed.run()
     first, round_0 = fed.bytes
@@ -761,9 +755,6 @@ def test_engines_agree() -> None:
         ),
     ]
     for options, kw in cases:
-        a, b = (
-            ragged(FedProc(**options), Tiny(norm=True, z_normalize=True), engine=e, **kw).run()
-            for e in ENGINES
-        )
+        a, b = (ragged(FedProc(**options), Tiny(norm=True, z_normalize=True), engine=e, **kw).run() for e in ENGINES)
         assert gap(state(a), state(b)) < 1e-12, options
         assert a.bytes == b.bytes and a.terms[-1] == pytest.approx(b.terms[-1])

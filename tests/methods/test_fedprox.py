@@ -30,9 +30,7 @@ def started(w0: float, method: FedProx, **kw: Any) -> Harnessed:
 
 @engines
 @pytest.mark.parametrize(("w0", "rho", "first", "second", "average"), VECTORS)
-def test_quadratic(
-    engine: str, w0: float, rho: float, first: list[float], second: list[float], average: float
-) -> None:
+def test_quadratic(engine: str, w0: float, rho: float, first: list[float], second: list[float], average: float) -> None:
     def fed(**kw: Any) -> Harnessed:
         return started(w0, FedProx(mu=0.5), engine=engine, momentum=rho, **kw)
 
@@ -67,9 +65,7 @@ def test_pull_beside_the_momentum(engine: str) -> None:
 @engines
 @pytest.mark.parametrize(("before", "wanted"), [(True, 0.9643123475), (False, 0.9286873566)])
 def test_clip(engine: str, before: bool, wanted: float) -> None:
-    fed = started(
-        0.0, FedProx(mu=0.5, prox_before_clip=before), engine=engine, momentum=0.9, grad_clip_norm=2.0
-    )
+    fed = started(0.0, FedProx(mu=0.5, prox_before_clip=before), engine=engine, momentum=0.9, grad_clip_norm=2.0)
     assert float(fed.run().shared.net.w) == pytest.approx(wanted, abs=1e-10)
 
 

@@ -62,9 +62,7 @@ def answer(
     head: Any = ZERO_HEAD,
 ) -> tuple[dict[str, float], list[float]]:
     """One step of one client (rate 1) on these rows -> loss terms, minus the shift: the gradient in z."""
-    x = torch.tensor(
-        [[v for pair in row + [(9.0, 9.0)] * (4 - len(row)) for v in pair] for row in rows]
-    ).double()
+    x = torch.tensor([[v for pair in row + [(9.0, 9.0)] * (4 - len(row)) for v in pair] for row in rows]).double()
     fed = federation(
         method,
         Told(),
@@ -273,9 +271,7 @@ def test_prev_buffer_moves_the_result(engine: str) -> None:
 def test_frozen_mode(engine: str) -> None:
     plain = [everybody(engine, frozen_mode=m) for m in ("eval", "train")]
     assert gap(state(plain[0]), state(plain[1])) < 1e-12
-    normed = [
-        ragged(MOON(frozen_mode=m), Tiny(norm=True), engine=engine, rounds=2).run() for m in ("eval", "train")
-    ]
+    normed = [ragged(MOON(frozen_mode=m), Tiny(norm=True), engine=engine, rounds=2).run() for m in ("eval", "train")]
     assert gap(normed[0].shared, normed[1].shared) > 1e-6
     # neither mode moves a buffer: all are what the training alone would count
     counters = [int(fed.shared.net["encoder.num_batches_tracked"]) for fed in normed]
@@ -286,10 +282,7 @@ def test_frozen_mode(engine: str) -> None:
 def test_contrast_feature(engine: str) -> None:
     z, r = (everybody(engine, contrast_feature=f) for f in ("z", "r"))
     assert gap(z.shared, r.shared) > 1e-6
-    bare = [
-        ragged(MOON(contrast_feature=f), Tiny(projected=None), engine=engine, rounds=2).run()
-        for f in ("z", "r")
-    ]
+    bare = [ragged(MOON(contrast_feature=f), Tiny(projected=None), engine=engine, rounds=2).run() for f in ("z", "r")]
     assert identical(state(bare[0]), state(bare[1]))
 
 
@@ -304,9 +297,7 @@ def test_second_term(engine: str) -> None:
     assert identical(ragged(MOON(), **kw).run().shared, first)  # no previous model in round 0
     assert gap(ragged(MOON(second_term="l2"), **kw).run().shared, first) > 1e-6  # needs none
     for term in ("l2", "none"):
-        assert (
-            not ragged(MOON(second_term=term), **kw).run().own(0)
-        )  # nothing is remembered that nobody reads
+        assert not ragged(MOON(second_term=term), **kw).run().own(0)  # nothing is remembered that nobody reads
 
 
 @engines
@@ -366,9 +357,6 @@ def test_engines_agree() -> None:
         ({"second_term": "l2", "contrast_feature": "r"}, {"augment": Shift()}),
     ]
     for options, kw in cases:
-        a, b = (
-            ragged(MOON(**options), Tiny(norm=True), engine=e, rounds=4, draws=DRAWS, **kw).run()
-            for e in ENGINES
-        )
+        a, b = (ragged(MOON(**options), Tiny(norm=True), engine=e, rounds=4, draws=DRAWS, **kw).run() for e in ENGINES)
         assert gap(state(a), state(b)) < 1e-12
         assert a.bytes == b.bytes and a.terms[-1] == pytest.approx(b.terms[-1])

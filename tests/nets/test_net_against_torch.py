@@ -18,9 +18,7 @@ from protofl.tree import Tree
 class Whole(nn.Module):
     """encoder, projection, head, aux: modules of these names, in this order."""
 
-    def __init__(
-        self, encoder: nn.Module, d: int, q: int | None, classes: int, bias: bool, aux: bool
-    ) -> None:
+    def __init__(self, encoder: nn.Module, d: int, q: int | None, classes: int, bias: bool, aux: bool) -> None:
         super().__init__()
         self.encoder = encoder
         self.projection = nn.Sequential(nn.Linear(d, d), nn.ReLU(), nn.Linear(d, q)) if q else nn.Identity()
@@ -157,11 +155,7 @@ CHANNELS = {"cnn_fednh": (64, 64, 5, 0), "conv_digits": (16, 32, 3, 1)}
 
 def modules(name: str, options: dict[str, Any], classes: int) -> Whole:
     """The reference, built in the order in which w0 is drawn."""
-    q = (
-        None
-        if name.endswith(("_plain", "_gn2")) or name == "cnn_fednh"
-        else options.get("projection_dim", 256)
-    )
+    q = None if name.endswith(("_plain", "_gn2")) or name == "cnn_fednh" else options.get("projection_dim", 256)
     encoder: nn.Module
     if name.startswith("resnet"):
         blocks = (3, 4, 6, 3) if "50" in name else (2, 2, 2, 2)

@@ -56,9 +56,7 @@ def test_nets_without_projection_ignore_its_options() -> None:
 
 
 def test_only_the_nets_of_fednh_lack_the_bias_of_the_head() -> None:
-    without = {
-        n for n in NETS if "head.bias" not in {e.name for e in build(n, classes=2, shape=(16, 16, 3)).table()}
-    }
+    without = {n for n in NETS if "head.bias" not in {e.name for e in build(n, classes=2, shape=(16, 16, 3)).table()}}
     assert without == {"cnn_fednh", "resnet18_gn2"}
 
 
@@ -81,6 +79,4 @@ def test_an_unknown_mode_is_refused() -> None:
 
 
 def test_nothing_is_allocated_before_the_weights_are_asked_for() -> None:
-    assert not any(
-        isinstance(v, torch.Tensor) for v in vars(build("resnet50_bn", classes=2, shape=(8, 8, 3))).values()
-    )
+    assert not any(isinstance(v, torch.Tensor) for v in vars(build("resnet50_bn", classes=2, shape=(8, 8, 3))).values())

@@ -110,9 +110,7 @@ def test_every_tensor_belongs_to_one_part(name: str) -> None:
     parts = (net.encoder, net.projection, net.head, net.aux)
     for tensor, _, kind in net.table():
         assert sum(bool(re.match(part, tensor)) for part in parts) == 1
-        assert bool(re.match(net.buffers, tensor)) == bool(
-            re.search(r"running|tracked", tensor) or kind == "counter"
-        )
+        assert bool(re.match(net.buffers, tensor)) == bool(re.search(r"running|tracked", tensor) or kind == "counter")
         assert bool(re.match(net.buffers, "personal." + tensor)) == bool(re.match(net.buffers, tensor))
 
 
@@ -122,9 +120,7 @@ def test_buffers_start_as_in_torch_and_are_not_trained() -> None:
     buffers = {k: v for k, v in w.items() if k not in net.trainable(w)}
     assert len(buffers) == 60
     for name, value in buffers.items():
-        assert torch.equal(
-            value, torch.ones_like(value) if "running_var" in name else torch.zeros_like(value)
-        )
+        assert torch.equal(value, torch.ones_like(value) if "running_var" in name else torch.zeros_like(value))
         assert value.dtype == (torch.int64 if "tracked" in name else torch.float32)
 
 

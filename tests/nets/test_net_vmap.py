@@ -44,9 +44,7 @@ CASES: list[tuple[str, int, dict[str, Any]]] = [
 def clients(net: Net) -> list[Tree]:
     """Different weights for each, float64; rolled, so that no normalisation undoes the difference."""
     w = net.init(RandomState(0)).map(lambda v: v.double() if v.is_floating_point() else v)
-    return [
-        Tree({k: torch.roll(v, i) if v.dim() else v + i for k, v in w.items()}) for i in range(len(SIZES))
-    ]
+    return [Tree({k: torch.roll(v, i) if v.dim() else v + i for k, v in w.items()}) for i in range(len(SIZES))]
 
 
 def batches(net: Net) -> list[Batch]:
@@ -59,9 +57,7 @@ def batches(net: Net) -> list[Batch]:
     return out
 
 
-def step(
-    net: Net, names: list[str], mode: Mode, w: Tree, batch: Batch, masked: bool
-) -> tuple[Tree, Tensor, Tree]:
+def step(net: Net, names: list[str], mode: Mode, w: Tree, batch: Batch, masked: bool) -> tuple[Tree, Tensor, Tree]:
     """Gradients of some tensors, the loss, and what the net remembers."""
     bound = net.bound(mode, batch.mask if masked else None)
 
@@ -80,17 +76,13 @@ def test_stacked_and_padded_equals_one_by_one(name: str, side: int, options: dic
     first = next(e.name for e in net.table())
     names = [first, "head.weight"] if name.startswith("resnet") else list(ws[0])
     for mode in ("train", "eval") if name == "resnet18_bn" else ("train",):
-        gradient, loss, updates = vmap(lambda w, b, m=mode: step(net, names, m, w, b, True))(
-            stack(ws), stack(bs)
-        )
+        gradient, loss, updates = vmap(lambda w, b, m=mode: step(net, names, m, w, b, True))(stack(ws), stack(bs))
         for i, (w, batch, n) in enumerate(zip(ws, bs, SIZES, strict=True)):
             alone = Batch(batch.x[:n], batch.y[:n], batch.mask[:n])
             g, value, u = step(net, names, mode, w, alone, False)
             torch.testing.assert_close(loss[i], value, rtol=1e-10, atol=1e-11)
             for k in names:
-                torch.testing.assert_close(
-                    gradient[k][i], g[k], rtol=1e-7, atol=1e-9, msg=f"{k} of client {i}"
-                )
+                torch.testing.assert_close(gradient[k][i], g[k], rtol=1e-7, atol=1e-9, msg=f"{k} of client {i}")
             assert updates.keys() == u.keys()
             for k in u:
                 torch.testing.assert_close(updates[k][i], u[k], rtol=1e-10, atol=1e-11, msg=k)

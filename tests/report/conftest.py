@@ -35,9 +35,7 @@ def accuracies(method: str, seed: int, rounds: int) -> list[float]:
     """A plausible learning curve, rounded as a test set of 10 000 would."""
     top = {"fedavg": 0.655, "fedprox": 0.661, "moon": 0.672, "fedproc": 0.69, "fednh": 0.684}.get(method, 0.7)
     noise = np.random.RandomState(seed + len(method)).normal(0, 0.006, rounds)
-    return [
-        round(float(top * (1 - 0.8 * np.exp(-(t + 1) / (rounds / 5))) + noise[t]), 4) for t in range(rounds)
-    ]
+    return [round(float(top * (1 - 0.8 * np.exp(-(t + 1) / (rounds / 5))) + noise[t]), 4) for t in range(rounds)]
 
 
 def row(t: int, gm: float | None, clients: Sequence[int], **more: Any) -> dict[str, Any]:
@@ -132,9 +130,7 @@ def write_run(
             "parameters": {"encoder": 62006, "projection": 28040, "head": 2570, "aux": 0, "total": 92626},
         },
     } | (document or {})
-    digest = hashlib.sha256(json.dumps([method, options, p, made["data"], root.name]).encode()).hexdigest()[
-        :16
-    ]
+    digest = hashlib.sha256(json.dumps([method, options, p, made["data"], root.name]).encode()).hexdigest()[:16]
     made["digest"] = digest
     folder = root / digest
     folder.mkdir(parents=True)
@@ -218,9 +214,7 @@ def write_study(root: Path, rounds: int = 40, seeds: Sequence[int] = (0, 1, 2)) 
             own = {"network": net} if method == "fednh" else {}
             folder = write_run(root, method, seed, curve, rows=lines, document=own)
             if method in ("fedproc", "fednh", "fedcspc"):
-                write_prototypes(
-                    folder, rounds - 1, spread={"fedproc": 1.0, "fednh": 2.0, "fedcspc": 0.6}[method]
-                )
+                write_prototypes(folder, rounds - 1, spread={"fedproc": 1.0, "fednh": 2.0, "fedcspc": 0.6}[method])
     return root
 
 
@@ -228,9 +222,7 @@ def write_study(root: Path, rounds: int = 40, seeds: Sequence[int] = (0, 1, 2)) 
 def write(tmp_path: Path) -> Write:
     """`write(method, seed, gm, ...)` makes a run folder below `tmp_path/results/study`."""
 
-    def made(
-        method: str = "fedavg", seed: int = 0, gm: Sequence[float | None] = (0.5, 0.6), **more: Any
-    ) -> Path:
+    def made(method: str = "fedavg", seed: int = 0, gm: Sequence[float | None] = (0.5, 0.6), **more: Any) -> Path:
         return write_run(tmp_path / "results" / "study", method, seed, gm, **more)
 
     return made

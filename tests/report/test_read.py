@@ -85,9 +85,7 @@ def test_diverged_and_failed(write: Write, line: Any) -> None:
     rows = [line(0, 0.3, [0]), line(1, None, [0], diverged=True, loss=float("nan"))]
     run = read.read(write("fedavg", 0, [0.1] * 5, rows=rows, status="diverged"))
     assert (run.status, run.diverged_at, run.reason) == ("diverged", 1, "diverged at round 1")
-    run = read.read(
-        write("fedavg", 1, [0.1] * 5, rows=[], status="failed", summary={"error": "out of memory"})
-    )
+    run = read.read(write("fedavg", 1, [0.1] * 5, rows=[], status="failed", summary={"error": "out of memory"}))
     assert (run.status, run.reason) == ("failed", "failed: out of memory")
 
 

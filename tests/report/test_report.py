@@ -73,9 +73,7 @@ def test_same_bytes_twice(study: Path, tmp_path: Path) -> None:
 
 def test_mixed_states(write: Write, line: Any, tmp_path: Path) -> None:
     write("fedavg", 0, [0.3] * 6)
-    write(
-        "fedprox", 0, [0] * 6, rows=[line(0, 0.3, [0]), line(1, None, [0], diverged=True)], status="diverged"
-    )
+    write("fedprox", 0, [0] * 6, rows=[line(0, 0.3, [0]), line(1, None, [0], diverged=True)], status="diverged")
     write("moon", 0, [0] * 6, rows=[line(0, 0.3, [0])], status="running", tail='{"round"')
     write("fednh", 0, [0] * 6, rows=[], status="failed", summary={"error": "out of memory"})
     broken = write("fedproc", 0, [0.3] * 6)
@@ -224,10 +222,7 @@ def test_a_picture_that_fails_does_not_end_the_report(
 
 
 def test_no_torch_and_no_matplotlib_on_import() -> None:
-    code = (
-        "import sys, protofl.report; bad = {'torch', 'matplotlib', 'sklearn'} & set(sys.modules);"
-        "assert not bad, bad"
-    )
+    code = "import sys, protofl.report; bad = {'torch', 'matplotlib', 'sklearn'} & set(sys.modules);assert not bad, bad"
     subprocess.run([sys.executable, "-c", code], check=True)
 
 

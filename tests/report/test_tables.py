@@ -171,9 +171,7 @@ def test_cost(write: Write, line: Any) -> None:
              seconds={"train": 3.0, "evaluate": 1.5}),
     ]  # fmt: skip
     before["seconds"] = {"train": 0.25}
-    found = one(
-        tables.cost(runs([write("fedproc", 0, (0.1, 0.2), rows=[before, *played])])), method="fedproc"
-    )
+    found = one(tables.cost(runs([write("fedproc", 0, (0.1, 0.2), rows=[before, *played])])), method="fedproc")
     assert (found["down_mb"], found["up_mb"], found["rounds"]) == (2.0, 1.0, 2.0)
     assert found["once_mb"] == pytest.approx(0.500030)
     assert found["total_mb"] == pytest.approx(15.500030)
