@@ -123,93 +123,93 @@ class Cspc(Method):
 
     # fmt: off
     n_clusters: int = number(
-        3, 1, 2, 4, low=1, why="k: middle of the paper's set; the code has one", source="CSPC 5")
+        3, 1, 2, 4, low=1, why="k: middle of the paper's set; the code has one", source="FedCSPC 5")
     kmeans_init: str = choice(
         "kmeans++", "random", why="the paper is silent; never two equal starts", source="project")
     kmeans_space: str = choice(
         "raw", "l2norm", why="the paper is silent; l2norm: clusters of directions", source="project")
     sample_ratio: float = number(
-        0.5, 0.8, 1.0, above=0, high=1, why="r: share of a cluster in a subset; code 0.8", source="CSPC 5")
+        0.5, 0.8, 1.0, above=0, high=1, why="r: share of a cluster in a subset; code 0.8", source="FedCSPC 5")
     sample_replacement: bool = flag(
-        False, why="a proportion names a subset; the code draws with replacement", source="CSPC 4")
+        False, why="a proportion names a subset; the code draws with replacement", source="FedCSPC 4")
     min_samples_per_class: int = number(
-        5, 1, low=1, why="a smaller class sends one mean; 1: off", source="CSPC code")
+        5, 1, low=1, why="a smaller class sends one mean; 1: off", source="FedCSPC code")
     n_repeat: int = number(
-        5, 0, 1, 2, 4, 8, 16, low=0, why="R: subsets per cluster; 0: FedAvg", source="CSPC 5, Fig. 5")
+        5, 0, 1, 2, 4, 8, 16, low=0, why="R: subsets per cluster; 0: FedAvg", source="FedCSPC 5, Fig. 5")
     local_reg: str = choice(
-        "P+A+E", "P", "P+A", "P+E", "none", why="all three; the code runs P alone", source="CSPC 4")
+        "P+A+E", "P", "P+A", "P+E", "none", why="all three; the code runs P alone", source="FedCSPC 4")
     reg_form: str = choice(
         "abs", "smooth_l1_code", why="differences over different labels; code: all entries, smooth L1",
-        source="CSPC 4; code RGA.py")
+        source="FedCSPC 4; code RGA.py")
     reg_weights: str = choice(
-        "1/1/1", "1/0.2/0.2", why="of P, A, Ed: the paper has one kappa; code: the other", source="CSPC 4")
+        "1/1/1", "1/0.2/0.2", why="of P, A, Ed: the paper has one kappa; code: the other", source="FedCSPC 4")
     max_triplets: int | str = number(
         512, 4096, words=("all",), low=1, why="of a batch of more than 64; the paper is silent",
         source="project")
     kappa: float = number(
         0.5, 0.01, 0.05, 0.1, low=0, why="weight of P + A + Ed: of the paper's set the code's value",
-        source="CSPC 5; code mu")
+        source="FedCSPC 5; code mu")
     tau_l: float = number(
-        0.5, above=0, why="temperature of L_P", source="CSPC 5; code temperature")
+        0.5, above=0, why="temperature of L_P", source="FedCSPC 5; code temperature")
     pos_mix: str = choice(
         "from_partner", "from_anchor", why="extrapolation beyond the partner, p + lam_u (p - u), as in the "
-        "code; beyond the anchor it lies nearer than the partner", source="CSPC 4 (equation not at hand); code")
+        "code; beyond the anchor it lies nearer than the partner", source="FedCSPC 4 (equation not at hand); code")
     neg_mix: str = choice(
         "toward_anchor", "toward_negative", why="positive information goes into negatives; code: the other",
-        source="CSPC 4")
+        source="FedCSPC 4")
     mix_scope: str = choice(
-        "same_client", "any", why="partners from the local prototype set", source="CSPC 4; code")
+        "same_client", "any", why="partners from the local prototype set", source="FedCSPC 4; code")
     n_aug: int = number(
-        5, 1, 3, 7, 9, low=1, why="artificial pairs per prototype; code: one", source="CSPC 5")
+        5, 1, 3, 7, 9, low=1, why="artificial pairs per prototype; code: one", source="FedCSPC 5")
     lam_u: float = number(
         0.5, 0.1, 0.3, low=0, high=1, why="mixing weight: of the paper's set the code's value",
-        source="CSPC 5; code posi_lambda, nega_lambda")
+        source="FedCSPC 5; code posi_lambda, nega_lambda")
     margin_metric: str = choice(
-        "l2", "cosine", why="a triplet loss on z; the code's norm runs over the batch", source="CSPC 4")
+        "l2", "cosine", why="a triplet loss on z; the code's norm runs over the batch", source="FedCSPC 4")
     alpha: float = number(
-        1.0, low=0, why="margin of L_mar", source="CSPC 5; code margin")
+        1.0, low=0, why="margin of L_mar", source="FedCSPC 5; code margin")
     con_form: str = choice(
         "weighted", "supcon_code", why="weighted by source; code: not, and with the anchor itself",
-        source="CSPC 4")
+        source="FedCSPC 4")
     tau_g: float = number(
-        0.5, 0.07, above=0, why="temperature of L_con; code 0.07", source="CSPC 5")
+        0.5, 0.07, above=0, why="temperature of L_con; code 0.07", source="FedCSPC 5")
     sigma_mode: str = choice(
         "pull_push", "denominator", "exp_both", "term", "none", why="place of the source weight: only here "
-        "it favours both pulling across and pushing within sources", source="CSPC 4 (equation not at hand)")
+        "it favours both pulling across and pushing within sources", source="FedCSPC 4 (equation not at hand)")
     calib_losses: str = choice(
         "ce+con+mar", "ce", "ce+con", "ce+mar", why="all three; the code's command runs ce alone",
-        source="CSPC 4")
+        source="FedCSPC 4")
     eta: float = number(
         0.1, 0.01, 0.05, 0.5, low=0, why="weight of L_con + L_mar: of the paper's set the code's value",
-        source="CSPC 5; code re_mu, re_beta")
+        source="FedCSPC 5; code re_mu, re_beta")
     calib_epochs: int = number(
-        100, 0, 10, 50, low=0, why="the paper is silent", source="CSPC code")
+        100, 0, 10, 50, low=0, why="the paper is silent", source="FedCSPC code")
     calib_lr_schedule: str = choice(
-        "code", "const_0.01", why="falls with rounds and epochs", source="CSPC code re_training.py:37-44")
+        "code", "const_0.01", why="falls with rounds and epochs", source="FedCSPC code re_training.py:37-44")
     calib_lr_clock: str = choice(
-        "absolute", "fraction", why="falls after rounds 5 and 40, or these shares of T", source="CSPC code")
+        "absolute", "fraction", why="falls after rounds 5 and 40, or these shares of T", source="FedCSPC code")
     calib_init: str = choice(
-        "averaged", "previous_calibrated", why="where (H, F) start", source="CSPC code")
+        "averaged", "previous_calibrated", why="where (H, F) start", source="FedCSPC code")
     exemplar: str = choice(
-        "correct_only", "all", why="means of the correctly classified prototypes", source="CSPC code")
+        "correct_only", "all", why="means of the correctly classified prototypes", source="FedCSPC code")
     ug_weighting: str = choice(
-        "per_prototype", "per_client", "per_sample", why="what counts equally in U_c", source="CSPC code")
+        "per_prototype", "per_client", "per_sample", why="what counts equally in U_c", source="FedCSPC code")
     fusion_norm: str = choice(
         "softmax", "code_raw", "l2", "minmax", why="the paper's Norm() is not specified; code: logits, exp",
-        source="CSPC 4; code")
+        source="FedCSPC 4; code")
     tau_f: float = number(
-        0.5, 0.1, 1.0, above=0, why="temperature of the exemplars", source="CSPC code temp_final")
+        0.5, 0.1, 1.0, above=0, why="temperature of the exemplars", source="FedCSPC code temp_final")
     lam_p: float = number(
         0.1, 0.0, 0.3, 0.5, 1.0, low=0, high=1, why="weight of the network in the fusion",
-        source="CSPC 5; code final_weights")
+        source="FedCSPC 5; code final_weights")
     proto_bn_mode: str = choice(
-        "eval", "train", why="of the pass that is clustered; train: batch statistics", source="CSPC code")
+        "eval", "train", why="of the pass that is clustered; train: batch statistics", source="FedCSPC code")
     proto_transform: str = choice(
-        "train", "test", why="augmented samples are clustered", source="CSPC code")
+        "train", "test", why="augmented samples are clustered", source="FedCSPC code")
     proto_drop_last: bool = flag(
         False, why="a dropped batch can lose a class; the code drops it", source="project")
     pool: str = choice(
-        "round", "latest_all", why="sets of this round; code: the last set of every client", source="CSPC 4")
+        "round", "latest_all", why="sets of this round; code: the last set of every client", source="FedCSPC 4")
     # fmt: on
 
     # ---- client: three regularisers of h -------------------------------------------------------------------
@@ -347,8 +347,8 @@ class Cspc(Method):
         if self.ug_weighting == "per_prototype":
             return torch.ones_like(pool.u[:, 0])
         alike = calibration.neighbours(pool.label, pool.source, same_client=True)[0].size.to(pool.u.dtype)
-        shared_out: Tensor = (pool.owned if self.ug_weighting == "per_sample" else 1) / alike
-        return shared_out
+        weight: Tensor = (pool.owned if self.ug_weighting == "per_sample" else 1) / alike
+        return weight
 
     def head_start(self, net: Net, averaged: Tree, private: Tree) -> Tree:
         """(H, F) that the calibration starts from."""
@@ -489,7 +489,10 @@ class FedCSPC(Cspc, FedAvg):
         "paper", "official_code", why="the text before the code, no fault of the code", source="project"
     )
     local_base: str = choice(
-        "ce", "moon", why="moon: MOON at the clients with this setting's mu, the same run as moon+cspc", source="CSPC 5"
+        "ce",
+        "moon",
+        why="moon: MOON at the clients with this setting's mu, the same run as moon+cspc",
+        source="FedCSPC 5",
     )
 
     presets: ClassVar[Mapping[str, Mapping[str, Any]]] = {

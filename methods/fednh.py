@@ -92,7 +92,8 @@ class FedNH(Method):
 
     # fmt: off
     preset: str = choice(
-        "paper", "official_code", why="the text before the code, no fault of the code", source="project")
+        "paper", "official_code", why="the text before the code; on Tiny-ImageNet official_code needs "
+        "resnet_norm=none_fednh too", source="project")
     rho: float = number(
         0.9, 0.1, 0.3, 0.5, 0.7, 1.0, low=0, high=1, why="smoothing of W: the paper's sweep; 1 is FedUH",
         source="FedNH A.2, 4.3")
@@ -279,7 +280,7 @@ class FedNH(Method):
         seen = torch.zeros(len(proto), dtype=torch.bool, device=proto.device)
         for u in uploads:
             has, n = u.m.has.to(proto.dtype), u.n.to(proto.dtype)
-            mu = u.m.values / n.clamp_min(1)[:, None] * has[:, None]
+            mu = torch.where(u.m.has[:, None], u.m.values / n.clamp_min(1)[:, None], 0.0)
             weight = WEIGHTS[self.proto_client_weight](n, has, mu, proto)
             total, mass, seen = total + weight[:, None] * mu, mass + weight, seen | u.m.has
         mean = total / torch.where(seen, mass, 1.0)[:, None]

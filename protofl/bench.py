@@ -97,7 +97,6 @@ class Order:
 
 def play(order: Order, tell: Callable[[Mapping[str, Any]], None]) -> dict[str, Any]:
     """A worker's job: one cell, from its check to its records."""
-    run.single_threaded()
     return run.play(run.prepare(order.cell), Path(order.results), tell)
 
 

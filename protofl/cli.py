@@ -110,13 +110,7 @@ def bench(
         local_epochs=local_epochs, batch_size=batch_size, lr=lr, net=net, seeds=seeds, preset=preset,
         eval_every=eval_every, device=device,
     )  # fmt: skip
-    if partition_file is not None and partition is None:
-        given["partition"] = "file"
-    for name, value in given.items():
-        if value is not None:
-            settings.take(name, value, "--" + name.replace("_", "-"))
-    for assignment in set_ or []:
-        settings.take_text(assignment)
+    _take(settings, given, set_)
     asked = cells(settings)
     count = _workers(workers)
 
@@ -128,6 +122,17 @@ def bench(
         return
     outcome = tables.bench(planned, results, count, out)
     raise typer.Exit(_finish(outcome, reports if report else None, results))
+
+
+def _take(settings: Any, given: dict[str, str | None], assignments: list[str] | None) -> None:
+    """The options that were given, then those of --set. A stored split is used where no other scheme is named."""
+    if given["partition_file"] is not None and given["partition"] is None:
+        given["partition"] = "file"
+    for name, value in given.items():
+        if value is not None:
+            settings.take(name, value, "--" + name.replace("_", "-"))
+    for assignment in assignments or []:
+        settings.take_text(assignment)
 
 
 def _workers(text: str) -> int:
@@ -212,13 +217,7 @@ def partition_(
     settings = Settings(methods=["fedavg"], seeds=[0])
     given = dict(dataset=dataset, data_dir=data_dir, partition=scheme, beta=beta, clients=clients,
                  partition_seed=partition_seed, partition_file=partition_file, preset=preset)  # fmt: skip
-    if partition_file is not None and scheme is None:
-        given["partition"] = "file"
-    for name, value in given.items():
-        if value is not None:
-            settings.take(name, value, "--" + name.replace("_", "-"))
-    for assignment in set_ or []:
-        settings.take_text(assignment)
+    _take(settings, given, set_)
     from . import describe
 
     for cell in cells(settings):
@@ -243,9 +242,8 @@ def report_(
 def eval_(run: Annotated[Path, typer.Argument(help="The folder of a run.")], data_dir: DataDir = None) -> None:
     """Evaluate a stored run again: the same numbers to the last digit (exit code 1 if not)."""
     from . import describe
-    from .run import replay, single_threaded
+    from .run import replay
 
-    single_threaded()
     told = replay(run, data_dir)
     out.print(describe.replayed(told))
     raise typer.Exit(0 if told["stored"] == told["again"] else 1)

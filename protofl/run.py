@@ -243,6 +243,7 @@ class Run:
 
     def play(self, tell: Event) -> dict[str, Any]:
         """Play the remaining rounds -> the summary."""
+        single_threaded()  # now that everything is loaded: a library that comes later brings its own threads
         t, fed, p = self.start(), self.federation, self.protocol
         records.reset_peak_memory()
         tell({"kind": "start", "round": max(t, 0), "rounds": p.rounds})
@@ -434,6 +435,7 @@ def replay(path: Path, data_dir: str | None) -> dict[str, Any]:
     t = rows[-1]["round"] if rows else -1
     if t not in states or t + 1 not in states:
         raise UserError(f"{path} has no whole state of its last evaluated round: run its command again to resume it")
+    single_threaded()
     made, run.test = task(ready)
     run.federation = Federation(ready.method, made)
     run.restore(states[t])

@@ -5,6 +5,8 @@ from __future__ import annotations
 import json
 import os
 import signal
+import subprocess
+import sys
 import time
 from pathlib import Path
 from typing import Any
@@ -178,6 +180,20 @@ def test_one_client_is_local_training(tmp_path: Path) -> None:
     (row,) = played(cell("fedavg", clients=1, rounds=1), tmp_path)
     ready = prepare(cell("fedavg", clients=1, rounds=1))
     assert row["clients"] == [0] and row["gm"] == row["pm_uniform"] and ready.split.sizes.tolist() == [1442]
+
+
+def test_every_library_runs_one_thread(tmp_path: Path) -> None:
+    """Also those that came with a method: k-means over a large class adds up in the order of its threads."""
+    code = (
+        "from pathlib import Path\nfrom threadpoolctl import threadpool_info\nfrom protofl.experiment import Settings, cells\n"
+        "from protofl import run\ns = Settings(methods=['fedcspc'], seeds=[0])\ns.take('rounds', 1, '')\n"
+        f"run.play(run.prepare(cells(s)[0]), Path({str(tmp_path)!r}), lambda event: None)\n"
+        "assert {i['num_threads'] for i in threadpool_info()} == {1}, threadpool_info()"
+    )
+    told = subprocess.run(
+        [sys.executable, "-c", code], capture_output=True, text=True, env={**os.environ, "OMP_NUM_THREADS": "2"}
+    )
+    assert told.returncode == 0, told.stderr
 
 
 # ---- evaluated again --------------------------------------------------------------------------------------------------
