@@ -53,8 +53,8 @@ class Settings:
             raise UserError(f"{where}: there is no setting {name!r}{nearest(name, known)}")
 
     def take_option(self, method: str, name: str, given: Any) -> None:
-        """A method's option."""
-        self.options.setdefault(registry.label(registry.known(method)), {})[name] = given
+        """A method's option; a file's method goes by its stem."""
+        self.options.setdefault(registry.label(method), {})[name] = given
 
     def take_text(self, assignment: str) -> None:
         """`key=value` or `method.option=value` of --set."""

@@ -16,6 +16,7 @@ from torch import Tensor
 from . import rng
 from .data.augment import Pipeline
 from .engine import ENGINES, Engine, Job, Loop, choose
+from .engine.base import located
 from .method import Client, Exchange, Last, Method, Model, Server, Task, Train
 from .nets import Net
 from .protocol import Protocol
@@ -136,6 +137,7 @@ class RunServer(Server):
         n = torch.tensor([float(len(task.parts[i])) for i in ids], dtype=torch.float64)
         self.uniform = torch.full_like(n, 1 / len(ids))
         self.weights = n / n.sum() if p.model_weighting == "data_size" else self.uniform
+        self.terms: dict[str, float] = {}  # of what `train` minimised last
 
     def stream(self, method: str, tag: str, *axes: int) -> RandomState:
         return rng.private(method, tag, self.task.protocol.seed, self.round, -1, *axes)
@@ -171,7 +173,10 @@ class RunServer(Server):
         client = PoolClient(task, self.round, batch_size, epochs, lr, weight_decay, stream)
         if request.noise is not None:
             request = _with_stream(request, stream)
-        return Loop(task).train(Job(client, _no_program, Tree(), Tree(), request=request))  # type: ignore[no-any-return]
+        job = Job(client, _no_program, Tree(), Tree(), request=request)
+        weights: Tree = Loop(task).train(job)
+        self.terms = {"server_loss" if k == "loss" else k: float(v) for k, v in job.terms.items()}
+        return weights
 
 
 def _with_stream(request: Train, stream: RandomState) -> Train:
@@ -306,11 +311,15 @@ class Federation:
             self.keep(job, changes, local.get(job.client.id, Tree()))
         billed = self.bill(ids, uploads)
         received, began = self.shared, time.perf_counter()
+        terms = mean_terms(jobs)
         if ids:
-            shared, private = exchange.aggregate(RunServer(self.task, ids, t), self.shared, self.private, uploads)
+            server = RunServer(self.task, ids, t)
+            with located(exchange.aggregate, t, f"server, clients {', '.join(map(str, ids[:5]))}", self.shared):
+                shared, private = exchange.aggregate(server, self.shared, self.private, uploads)
             self.shared, self.private = self.shared | shared, self.private | private
+            terms |= server.terms
         seconds = {**self.engine.seconds, "aggregate": time.perf_counter() - began}
-        return Round(t, ids, drawn, received, uploads, jobs, billed, seconds, mean_terms(jobs), local)
+        return Round(t, ids, drawn, received, uploads, jobs, billed, seconds, terms, local)
 
     def bill(self, ids: list[int], uploads: list[Tree]) -> dict[str, int]:
         """Bytes that crossed (protocol 6.1). Constants are billed apart, with a client's first participation."""
@@ -338,7 +347,8 @@ class Federation:
             i = job.client.id
             shown = put_buffers(upload, played.local[i]) if i in played.local else upload
             last = Last(job.shared, shown)
-            out[i] = self.method.personal_model(job.client, self.shared, self.own(job.client), last)
+            with located(self.method.personal_model, played.t, f"client {i}", self.shared):
+                out[i] = self.method.personal_model(job.client, self.shared, self.own(job.client), last)
         return out
 
     def refreshed(self) -> dict[int, Model]:

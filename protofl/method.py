@@ -107,7 +107,8 @@ class Group:
 
 
 class Noise(NamedTuple):
-    """Uniform numbers in [0, 1) for `batch.noise`: `shape` for every batch, or for every row of it."""
+    """Uniform numbers in [0, 1) for `batch.noise`: `shape` for every batch, or for every row of it. Always float64:
+    floor(number * count) must not hang on the precision of the run."""
 
     shape: tuple[int, ...]
     per: str = "batch"  # "batch" | "row"
@@ -286,6 +287,7 @@ class Server:
     ) -> Tree:
         """The clients' SGD on tensors that the server has (no momentum, no clip, short last batch kept) -> weights.
 
+        Named terms of the loss are recorded, its sum as `server_loss`.
         x: tree of [rows, ...]; lr: rate of an epoch. Per epoch the stream gives a permutation, then the noise.
         """
         raise NotImplementedError

@@ -24,10 +24,11 @@ from .data.augment import Pipeline
 from .data.partition import Partition
 from .data.partition import load as load_split
 from .data.partition import partition as make_split
+from .engine.base import located
 from .errors import UserError
 from .evaluate import Scored, TestSet, global_row, personal_row, score
 from .federation import DTYPES, DictMemory, Federation, Memory, Round, RunTask, initial_weights
-from .method import Method
+from .method import Method, Model
 from .nets import Net
 from .protocol import NUMBERS, Protocol
 from .tree import Tree, tensors
@@ -314,19 +315,23 @@ class Run:
         """The metrics after a round."""
         fed, p = self.federation, self.protocol
         model = fed.global_model()
-        self.scored = None if model is None else score(model, self.ready.net, self.test)
+        self.scored = None if model is None else self._score(model, played.t, "global model")
         row = global_row(self.scored)
         if set(p.metrics) & {"pm_v", "pm_l"}:
             last = played.t + 1 == p.rounds
             if p.pm_protocol == "as_trained":
-                row |= self._personal(fed.personal(played))
+                row |= self._personal(fed.personal(played), played.t)
             elif last:
-                row |= self._personal(fed.refreshed())
+                row |= self._personal(fed.refreshed(), p.rounds)
         return row
 
-    def _personal(self, models: Mapping[int, Any]) -> dict[str, Any]:
-        scored: dict[int, Scored] = {i: score(m, self.ready.net, self.test) for i, m in models.items()}
+    def _personal(self, models: Mapping[int, Any], t: int) -> dict[str, Any]:
+        scored = {i: self._score(m, t, f"personal model of client {i}") for i, m in models.items()}
         return personal_row(scored, self.ready.split.counts, self.test.per_class())
+
+    def _score(self, model: Model, t: int, who: str) -> Scored:
+        with located(model.scores, t, who, model.tree):
+            return score(model, self.ready.net, self.test)
 
     def confusion(self) -> list[list[int]] | None:
         """Of the last evaluated global model: [true class][predicted class]."""

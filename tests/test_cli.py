@@ -2,6 +2,8 @@
 
 from __future__ import annotations
 
+import contextlib
+import io
 import json
 import os
 import shutil
@@ -12,22 +14,41 @@ from pathlib import Path
 from typing import Any
 
 import pytest
+from rich.console import Console
 
+from protofl import cli
 from protofl.records import read_rows
 
 PROTOFL = [sys.executable, "-c", "from protofl.cli import main; main()"]
 TIMES = ("seconds", "memory_mb")
 
 
-def protofl(
-    *words: Any, cwd: Path, code: int = 0, env: dict[str, str] | None = None, before: tuple[str, ...] = ()
-) -> str:
-    """Run the command in a folder -> everything it printed."""
+def protofl(*words: Any, cwd: Path, code: int = 0) -> str:
+    """Run the command's entry point in a folder -> everything it printed. In this process, which saves its start."""
+    printed = io.StringIO()
+    before, argv = Path.cwd(), sys.argv
+    with contextlib.redirect_stdout(printed), contextlib.redirect_stderr(printed):
+        try:
+            os.chdir(cwd)
+            sys.argv = ["protofl", *map(str, words)]
+            cli.main()
+            ended: Any = 0
+        except SystemExit as e:
+            ended = e.code or 0
+        finally:
+            os.chdir(before)
+            sys.argv = argv
+    assert ended == code, printed.getvalue()
+    return printed.getvalue()
+
+
+def spawned(*words: Any, cwd: Path, env: dict[str, str] | None = None, before: tuple[str, ...] = ()) -> str:
+    """The same in a process of its own."""
     told = subprocess.run(
         [*before, *PROTOFL, *map(str, words)], cwd=cwd, capture_output=True, text=True, timeout=300,
-        env={**os.environ, "COLUMNS": "200", **(env or {})},
+        env={**os.environ, **(env or {})},
     )  # fmt: skip
-    assert told.returncode == code, told.stdout + told.stderr
+    assert told.returncode == 0, told.stdout + told.stderr
     return told.stdout + told.stderr
 
 
@@ -39,7 +60,12 @@ def runs(results: Path) -> dict[str, list[dict[str, Any]]]:
     }
 
 
-SMALL = ("--rounds", 2, "--local-epochs", 1)
+SMALL = ("--rounds", 2, "--local-epochs", 1, "--workers", 1)
+
+
+@pytest.fixture(autouse=True)
+def wide(monkeypatch: pytest.MonkeyPatch) -> None:
+    monkeypatch.setattr(cli, "out", Console(width=200))
 
 
 # ---- the main job ----------------------------------------------------------------------------------------------------
@@ -49,8 +75,8 @@ SMALL = ("--rounds", 2, "--local-epochs", 1)
 def table(tmp_path_factory: pytest.TempPathFactory) -> tuple[Path, str]:
     """protofl bench --methods fedproc,moon --beta 0.5, made small."""
     folder = tmp_path_factory.mktemp("table")
-    said = protofl("bench", "--methods", "fedproc,moon", "--beta", 0.5, *SMALL, "--seeds", "0,1", cwd=folder)
-    return folder, said
+    words = ("bench", "--methods", "fedproc,moon", "--beta", 0.5, *SMALL, "--workers", 2, "--seeds", "0,1")
+    return folder, spawned(*words, cwd=folder, env={"COLUMNS": "200"})
 
 
 def test_bench_prints_stores_and_reports(table: tuple[Path, str]) -> None:
@@ -101,8 +127,8 @@ def test_the_numbers_do_not_hang_on_the_machine(table: tuple[Path, str], tmp_pat
             ("--methods", "moon", "--workers", 2),
         ),
     ):
-        protofl("bench", *words, *SMALL, "--seeds", "0,1", "--no-report", "--results", tmp_path / name, cwd=tmp_path,
-                env=env, before=before)  # fmt: skip
+        words = ("bench", *words, *SMALL, "--seeds", "0,1", "--no-report", "--results", tmp_path / name)
+        spawned(*words, cwd=tmp_path, env=env, before=before)
         got = runs(tmp_path / name)
         assert got and all(want[digest] == rows for digest, rows in got.items())
 
@@ -116,7 +142,7 @@ def test_killed_from_outside_and_run_again(tmp_path: Path) -> None:
         "--seeds",
         "0",
         "--rounds",
-        "60",
+        "25",
         "--no-report",
         "--workers",
         "2",
@@ -131,8 +157,8 @@ def test_killed_from_outside_and_run_again(tmp_path: Path) -> None:
     while _alive(child.pid) and time.monotonic() < deadline:
         time.sleep(0.1)
     assert not _alive(child.pid)
-    assert "were begun and are resumed" in protofl(*words, cwd=tmp_path)
-    assert [len(r) for r in runs(tmp_path / "results").values()] == [60, 60, 60]
+    assert "were begun and are resumed" in spawned(*words, cwd=tmp_path)
+    assert [len(r) for r in runs(tmp_path / "results").values()] == [25, 25, 25]
 
 
 def _alive(group: int) -> list[str]:

@@ -28,7 +28,8 @@ TIMES = ("seconds", "memory_mb")
 
 def cell(method: str, **given: Any) -> Cell:
     s = Settings(methods=[method])
-    for name, value in {"seeds": 0, "rounds": 3, "local_epochs": 2, **given}.items():
+    quick = {"fedcspc.calib_epochs": 2} if method == "fedcspc" else {}
+    for name, value in {"seeds": 0, "rounds": 3, "local_epochs": 2, **quick, **given}.items():
         s.take_text(f"{name}={value}") if "." in name else s.take(name, value, "test")
     (made,) = cells(s)
     return made
@@ -87,7 +88,7 @@ STOPPED = {
     "fedproc": {"fedproc.proto_participants": "all_latest", "fedproc.loss_prototype_source": "local"},
     "moon": {"moon.prev_buffer": 2, "moon.first_prev": "own_init", "moon.prev_age": "previous_round_only"},
 }
-PARTIAL = {"participation": 0.5, "lr_decay_per_round": 0.9, "rounds": 8}
+PARTIAL = {"participation": 0.5, "lr_decay_per_round": 0.9, "rounds": 8, "local_epochs": 1}
 
 
 @pytest.mark.parametrize("method", registry.ORDER)
@@ -187,6 +188,7 @@ def test_every_library_runs_one_thread(tmp_path: Path) -> None:
     code = (
         "from pathlib import Path\nfrom threadpoolctl import threadpool_info\nfrom protofl.experiment import Settings, cells\n"
         "from protofl import run\ns = Settings(methods=['fedcspc'], seeds=[0])\ns.take('rounds', 1, '')\n"
+        "s.take('local_epochs', 1, '')\n"
         f"run.play(run.prepare(cells(s)[0]), Path({str(tmp_path)!r}), lambda event: None)\n"
         "assert {i['num_threads'] for i in threadpool_info()} == {1}, threadpool_info()"
     )

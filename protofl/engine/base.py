@@ -6,7 +6,8 @@ import dataclasses
 import inspect
 import re
 import time
-from collections.abc import Callable, Sequence
+from collections.abc import Callable, Iterator, Sequence
+from contextlib import contextmanager
 from dataclasses import dataclass, field
 from typing import TYPE_CHECKING, Any
 
@@ -16,6 +17,7 @@ from numpy.random import RandomState
 from torch import Tensor
 from torch.utils import _pytree as pytree
 
+from ..errors import UserError
 from ..method import OFF, Batch, Collect, Group, Survey, Train, View
 from ..tree import Tree, tensors
 
@@ -286,14 +288,30 @@ def _shape(tree: Any) -> tuple[Any, ...]:
     return spec, tuple((v.shape, v.dtype) if isinstance(v, Tensor) else v for v in leaves)
 
 
+@contextmanager
+def located(function: Callable[..., Any], t: int, who: str, shared: Tree) -> Iterator[None]:
+    """What raises within is reported with its place: function, round, who, shapes."""
+    try:
+        yield
+    except (MethodError, UserError):
+        raise
+    except Exception as e:
+        name = getattr(function, "__qualname__", str(function))
+        raise MethodError(f"{name} raised {type(e).__name__}: {e} [round {t}, {who}; {_shapes(shared)}]") from e
+
+
+def _shapes(shared: Tree) -> str:
+    """The first few entries of what was broadcast, with their shapes."""
+    return "shared: " + ", ".join(f"{k} {list(v.shape)}" for k, v in _named(shared)[:8])
+
+
 def described(e: BaseException, function: str, jobs: list[Job]) -> MethodError:
     """The error with its place: function, round, clients, shapes of what was sent and asked."""
     c = jobs[0].client
     clients = ", ".join(str(j.client.id) for j in jobs[:5]) + (", ..." if len(jobs) > 5 else "")
-    shapes = {k: tuple(v.shape) for k, v in _named(jobs[0].shared) if k.count(".") < 2}
-    shown = ", ".join(f"{k} {list(v)}" for k, v in list(shapes.items())[:8])
     return MethodError(
-        f"{function} raised {type(e).__name__}: {e} [round {c.round}, client {clients}, {c.n} samples; shared: {shown}]"
+        f"{function} raised {type(e).__name__}: {e} "
+        f"[round {c.round}, client {clients}, {c.n} samples; {_shapes(jobs[0].shared)}]"
     )
 
 
@@ -313,6 +331,7 @@ __all__ = [
     "add",
     "described",
     "kind",
+    "located",
     "moving",
     "plan",
     "split_loss",

@@ -46,7 +46,7 @@ class Crew:
         self.augment = self._numbers([p.augment for p in plans], stacked, True)
         per_row = bool(getattr(self.request, "noise", None) and self.request.noise.per == "row")
         self.noise = self._numbers([p.noise for p in plans], stacked, per_row)
-        self.noise = None if self.noise is None else self.noise.to(device, dtype)
+        self.noise = None if self.noise is None else self.noise.to(device)
         self.noise_per_row = per_row
         self.live_at = [sum(n > s for n in steps) for s in range(max(steps))]
         self.wide_at = [max(p.size[s] for p in plans if len(p.size) > s) for s in range(max(steps))]

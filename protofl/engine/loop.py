@@ -39,7 +39,7 @@ class Loop(Engine):
         noise = plan.noise
         if noise is not None:
             noise = noise[s, :size] if job.request.noise.per == "row" else noise[s]
-            noise = noise.to(self.task.dtype)
+            noise = noise.to(self.task.device)
         like = self.task.scalar
         return Batch(x, y, self.task.ones(size), frozen, noise, like(plan.epoch[s]), like(s))
 
