@@ -228,9 +228,10 @@ class Cspc(Method):
     def regularisers(self, h: Tensor, batch: Batch, table: Rows) -> Tree:
         """The terms in use, of a batch of embeddings h [rows, d]; batch.noise chooses triplets, None: all."""
         at = relations.places(h, batch.y, batch.mask, table)
-        out = Tree(point=relations.point(at, table, self.tau_l))
-        shapes = relations.lengths(at.h), relations.lengths(at.u)
-        for name in REGULARISERS[self.local_reg][1:]:
+        out = Tree(point=relations.point(at, self.tau_l))
+        others = REGULARISERS[self.local_reg][1:]
+        shapes = (relations.lengths(at.h), at.wanted()) if others else ()
+        for name in others:
             if name == "angle" and batch.noise is not None:
                 out[name] = relations.sampled_angle(at, batch.noise)
             else:

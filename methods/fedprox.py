@@ -22,6 +22,8 @@ from __future__ import annotations
 from dataclasses import dataclass
 from typing import Any
 
+import torch
+
 from protofl.method import Client, Program, Train, Tree, View, flag, number
 
 from .fedavg import FedAvg
@@ -45,18 +47,18 @@ class FedProx(FedAvg):
         source="MOON code",
     )
 
-    def away(self, w: Tree, view: View) -> Tree:
-        """Gradient of the proximal term at w, over the parameters of w."""
-        gap: Tree = w - view.shared.net
-        return gap * (self.mu if self.prox_half else 2 * self.mu)
+    def added(self, to: Tree, w: Tree, view: View, scale: float = 1.0) -> Tree:
+        """`to` + scale * gradient of the proximal term at w, over the parameters of w; one pass per tensor."""
+        strength = scale * (self.mu if self.prox_half else 2 * self.mu)
+        return Tree({k: torch.add(v, w[k] - view.shared.net[k], alpha=strength) for k, v in to.items()})
 
     def pull(self, grads: Tree, w: Tree, view: View) -> Tree:
         """The pull inside the gradient."""
-        return grads + self.away(w, view)
+        return self.added(grads, w, view)
 
     def pull_beside(self, w: Tree, before: Tree, view: View) -> Tree:
         """The pull beside the momentum step, both taken at the weights before it (no proximal map)."""
-        return w - self.away(before, view) * view.lr
+        return self.added(w, before, view, -view.lr)
 
     def local(self, client: Client, shared: Tree, own: Tree) -> Program:
         hook: dict[str, Any] = {"after_step": self.pull_beside}

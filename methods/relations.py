@@ -7,6 +7,7 @@ a tensor. Norms of equal rows pass no gradient, and zero rows have no direction:
 
 from __future__ import annotations
 
+import math
 from typing import NamedTuple
 
 import torch
@@ -20,6 +21,8 @@ from .prototypes import unit
 LEAST = 1e-8
 """A shorter vector has no direction: every cosine with it is 0."""
 
+HALF_ROOT = math.sqrt(0.5)
+
 LOWEST = -1e9
 """The similarity to a missing prototype: its softmax is exactly 0, and a row without any stays finite."""
 
@@ -29,34 +32,41 @@ def lengths(x: Tensor) -> Tensor:
     return torch.cdist(x, x, compute_mode="donot_use_mm_for_euclid_dist")
 
 
-def angles(length: Tensor, count: Tensor | float = 1.0) -> Tensor:
+def inverse(length: Tensor) -> Tensor:
+    """1 / length, 0 where there is no direction."""
+    return torch.where(length >= LEAST, length, torch.inf).reciprocal()
+
+
+def angles(length: Tensor) -> Tensor:
     """[v, a, b] cosines at x_v between the directions to x_a and x_b, 0 where x_v equals one of them.
 
-    By the law of cosines from the distances, which costs rows^3 where differences cost rows^2 d: this is
-    where the time of FedCSPC's training goes. count [rows, rows], 0 or 1: directions that do not count are 0 too.
+    By the law of cosines from the distances, which costs rows^3 where differences cost rows^2 d.
     """
-    inverse = torch.where(length >= LEAST, length, torch.inf).reciprocal() * count
-    square = length.square()
+    one_over, square = inverse(length), length.square()
     twice = square[:, :, None] + square[:, None] - square  # 2 <x_a - x_v, x_b - x_v>
-    return twice * (inverse / 2)[:, :, None] * inverse[:, None]
+    return twice * (one_over / 2)[:, :, None] * one_over[:, None]
 
 
 class Places(NamedTuple):
-    """Embeddings h and the prototypes u of their classes [rows, d], classes y and validity ok [rows]."""
+    """Embeddings h [rows, d], their classes y and validity ok [rows], prototypes U (table [K, d])."""
 
     h: Tensor
-    u: Tensor
     y: Tensor
     ok: Tensor
+    table: Rows
 
     def other(self) -> Tensor:
         """[rows, rows] 1 for two valid rows of different classes."""
         return (self.y[:, None] != self.y) * self.ok[:, None] * self.ok
 
+    def wanted(self) -> Tensor:
+        """[rows, rows] distances between the prototypes of the rows' classes, looked up in those of all classes."""
+        return lengths(self.table.values)[self.y[:, None], self.y]
+
 
 def places(h: Tensor, y: Tensor, mask: Tensor, table: Rows) -> Places:
-    """Embeddings [rows, d] beside the prototypes (table [K, d]) of their classes."""
-    return Places(h, table.values[y], y, table.has[y].to(h.dtype) * mask)
+    """Embeddings [rows, d] and the prototypes of their classes."""
+    return Places(h, y, table.has[y].to(h.dtype) * mask, table)
 
 
 def average(values: Tensor, weight: Tensor) -> Tensor:
@@ -64,10 +74,11 @@ def average(values: Tensor, weight: Tensor) -> Tensor:
     return (values * weight).sum() / weight.sum().clamp_min(1)
 
 
-def point(p: Places, table: Rows, tau: float) -> Tensor:
+def point(p: Places, tau: float) -> Tensor:
     """L_P: cross-entropy of cos(h, U_c)/tau over the valid prototypes."""
-    sims = torch.where(table.has, unit(p.h, LEAST) @ unit(table.values, LEAST).mT / tau, LOWEST)
-    return average(F.cross_entropy(sims, p.y, reduction="none"), p.ok)
+    along = p.h @ (unit(p.table.values, LEAST).mT / tau)  # |h| is divided out of [rows, K], not of [rows, d]
+    sims = torch.where(p.table.has, along * inverse(torch.linalg.vector_norm(p.h, dim=-1, keepdim=True)), LOWEST)
+    return average(sims.logsumexp(-1) - sims.gather(-1, p.y[:, None])[:, 0], p.ok)
 
 
 # ---- differences of norms and angles (the paper) -----------------------------------------------------------
@@ -81,9 +92,42 @@ def edge(p: Places, h: Tensor, u: Tensor) -> Tensor:
 def angle(p: Places, h: Tensor, u: Tensor) -> Tensor:
     """L_A: mean | cos at v of (a, v, b) - the same among prototypes | over triplets of three classes."""
     other = p.other()
-    gaps = (angles(h, other) - angles(u, other)).abs().sum(0)  # [a, b]: every triplet counts twice
-    triplets = (other @ other * other).sum()
-    return (gaps * other).sum() / triplets.clamp_min(1)
+    total, slope = angle_gaps(h.detach(), u, other)
+    triplets = (other @ other * other).sum().clamp_min(1)  # every triplet is there twice, in the sums above too
+    return sloped(total / triplets, h, slope / triplets)
+
+
+def sloped(value: Tensor, x: Tensor, slope: Tensor) -> Tensor:
+    """value, with the gradient `slope` by x."""
+    return value.detach() + ((x - x.detach()) * slope.detach()).sum()
+
+
+def angle_gaps(h: Tensor, u: Tensor, other: Tensor) -> tuple[Tensor, Tensor]:
+    """Sum of |cos_h - cos_u| at v between a and b over all (v, a, b) of three classes; its gradient by h.
+
+    h, u [rows, rows]: distances; other [rows, rows]: whether classes differ. This is where the time of FedCSPC's
+    training goes, so the gradient is written out and tensors of rows^3 are passed over as rarely as can be. With
+    W = other / (sqrt(2) length) and S = length^2, the law of cosines says
+
+        cos_vab = S_va W_va W_vb + W_va S_vb W_vb - S_ab W_va W_vb,
+
+    the first two of which are products of matrices. With s = sign(cos_h - cos_u), the sums over b
+
+        R_va = sum s W_vb,   E_va = sum s S_vb W_vb,   F_va = sum s S_ab W_vb,   and   N_ab = sum_v s S_ab W_va W_vb
+
+    give the gradient 2 W (length R - (E - F) / length) - 2 N / length.
+    """
+    one_over, square, square_u = inverse(h), h.square(), u.square()
+    w, w_u = one_over * other * HALF_ROOT, inverse(u) * other * HALF_ROOT
+    near, near_u = square * w, square_u * w_u
+    opposite = square * w[:, :, None]
+    gaps = torch.stack([near, w, -near_u, -w_u], -1) @ torch.stack([w, near, w_u, near_u], -2)
+    gaps.addcmul_(opposite, w[:, None], value=-1).addcmul_(square_u * w_u[:, :, None], w_u[:, None])
+    sign = gaps.sign().mul_(other)
+    r, e = (sign @ torch.stack([w, near], -1)).unbind(-1)
+    f = opposite.mul_(sign).sum(1)
+    n = opposite.mul_(w[:, None]).sum(0)
+    return gaps.mul_(sign).sum(), 2 * (w * (h * r - (e - f) * one_over) - n * one_over)
 
 
 def sampled_angle(p: Places, uniform: Tensor) -> Tensor:
@@ -106,7 +150,7 @@ def sampled_angle(p: Places, uniform: Tensor) -> Tensor:
     def cosine(x: Tensor) -> Tensor:
         return (unit(x[a] - x[v], LEAST) * unit(x[b] - x[v], LEAST)).sum(-1)
 
-    return average((cosine(p.h) - cosine(p.u)).abs(), (count > 0).to(p.h.dtype).expand(len(item)))
+    return average((cosine(p.h) - cosine(p.table.values[p.y])).abs(), (count > 0).to(p.h.dtype).expand(len(item)))
 
 
 # ---- smooth L1 on matrices (the authors' code) -------------------------------------------------------------

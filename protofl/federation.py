@@ -25,10 +25,15 @@ from .tree import Tree, nbytes
 DTYPES = {"fp32": torch.float32, "fp64": torch.float64}
 
 
+ONCE = 2**26
+"""Values up to which data without augmentation are normalised once instead of batch by batch."""
+
+
 class RunTask(Task):
     """Resident data, the split, the net and its initial weights.
 
-    x: uint8 [M, H, W, C] (on the server: a tree of what it trains on); parts: sample positions by client.
+    x: uint8 [M, H, W, C] (on the server: a tree of what it trains on); parts: sample positions by client. pipeline: what
+    makes floats of x, at every batch or, where that comes to the same, once; None: x is ready.
     """
 
     def __init__(
@@ -42,6 +47,9 @@ class RunTask(Task):
         self.initial = self._place(initial if initial is not None else initial_weights(net, protocol))
         self.counts = [torch.bincount(self.y[p], minlength=self.classes) for p in parts]
         self.draw = pipeline.draw if pipeline is not None and pipeline.width else None
+        self.transform = pipeline  # what is left to do for a batch
+        if pipeline is not None and self.draw is None and self.x.numel() <= ONCE:
+            self.x, self.transform = pipeline.test(self.x), None
         self._ones: dict[int, Tensor] = {}
 
     def _place(self, w: Tree) -> Tree:
@@ -62,10 +70,10 @@ class RunTask(Task):
         if self.device.type != "cpu":
             index = index.to(self.device)
             drawn = None if drawn is None else drawn.to(self.device)
-        if self.pipeline is None:
-            x = self.x.map(lambda v: v[index]) if isinstance(self.x, Tree) else self.x[index]
+        if self.transform is not None:
+            x = self.transform.train(self.x[index], drawn)
         else:
-            x = self.pipeline.train(self.x[index], drawn)
+            x = self.x.map(lambda v: v[index]) if isinstance(self.x, Tree) else self.x[index]
         return x, self.y[index]
 
     def stream(self, method: str, tag: str, *axes: int) -> RandomState:

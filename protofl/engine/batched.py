@@ -52,7 +52,7 @@ class Crew:
         self.wide_at = [max(p.size[s] for p in plans if len(p.size) > s) for s in range(max(steps))]
         views = [engine.view(job, n, p.epoch[-1] + 1) for job, n, p in zip(jobs, steps, plans)]
         self.view_parts = StackedView(views)
-        self.live = len(jobs)
+        self.stacked = self.view_parts.stacked  # what differs between the live clients
         self.w = Tree()  # the weights of a pass, which mode "train" lets remember
 
     @staticmethod
@@ -62,11 +62,7 @@ class Crew:
 
     def narrow(self, live: int) -> None:
         """Only the first `live` clients have steps left."""
-        self.live = live
-
-    def stacked(self) -> list[Tensor]:
-        """What differs between the live clients."""
-        return [v[: self.live] for v in self.view_parts.stacked]
+        self.stacked = [v[:live] for v in self.view_parts.stacked]
 
 
 class StackedView:
@@ -119,6 +115,15 @@ def own_copy(trees: list[Tree]) -> Tree:
         return values[0].expand(k, *values[0].shape).clone() if same(values) else torch.stack(values)
 
     return Tree({n: one(n) for n in trees[0]})
+
+
+def live_part(w: Tree, momenta: Tree, names: list[str], live: int) -> tuple[Tree, Tree]:
+    """Views of the first `live` clients: weights, those in `names` as leaves for autograd, and momenta.
+
+    Writing to them writes to the whole, so that they are made anew only where a client is done.
+    """
+    now = Tree({k: v[:live].requires_grad_() if k in names else v[:live] for k, v in w.items()})
+    return now, Tree({k: v[:live] for k, v in momenta.items()})
 
 
 def unstack(tree: Any, k: int) -> list[Any]:
@@ -174,7 +179,7 @@ class Batched(Engine):
                 out = fn(net, Tree(zip(names, t)), b, crew.view_parts.of(t[at + len(noise) :]))
                 return out, net.updates
 
-            given = (*w.values(), batch.x, batch.y, batch.mask, batch.epoch, *frozen, *noise, *crew.stacked())
+            given = (*w.values(), batch.x, batch.y, batch.mask, batch.epoch, *frozen, *noise, *crew.stacked)
             return vmap(one)(*given)  # type: ignore[no-any-return]
 
         return call
@@ -190,7 +195,7 @@ class Batched(Engine):
                 at += len(keys)
             return fn(*parts, crew.view_parts.of(t[at:]))
 
-        return vmap(one)(*[v for t in trees for v in t.values()], *crew.stacked())  # type: ignore[no-any-return]
+        return vmap(one)(*[v for t in trees for v in t.values()], *crew.stacked)  # type: ignore[no-any-return]
 
     def batch(self, crew: Crew, s: int, live: int, full: Any = None) -> Batch:
         """Step s of the live clients; `full`: frozen features [clients, samples, ...]."""
@@ -218,11 +223,12 @@ class Batched(Engine):
         frozen = self.lift(lambda net, _, b, v: r.frozen(net, b, v), r.frozen_mode, crew) if r.frozen else None
         full = self.per_sample(crew, frozen, w) if frozen and r.frozen_mode == "eval" and crew.augment is None else None
         sums, terms, live = None, None, len(jobs)
+        now, moved = live_part(w, momenta, names, live)
         for s, alive in enumerate(crew.live_at):
             if alive < live:
                 live = alive
                 crew.narrow(live)
-            now = w if live == len(jobs) else Tree({k: v[:live] for k, v in w.items()})  # views: written through
+                now, moved = live_part(w, momenta, names, live)
             with torch.no_grad():
                 b = self.batch(crew, s, live, full)
                 if frozen and full is None:
@@ -231,15 +237,14 @@ class Batched(Engine):
                 if r.tally and counts.any():
                     tally = self.lift(r.tally, "train_frozen", crew)(now, b)[0]
                     sums = self.gather(sums, tally, counts, len(jobs))
-            q = now | {k: now[k].detach().requires_grad_() for k in names}
-            (returned, updates) = objective(q, b)
+            returned, updates = objective(now, b)
             loss, parts = split_loss(returned)
-            grads = torch.autograd.grad(loss.sum(), [q[k] for k in names], materialize_grads=True) if names else ()
+            grads = torch.autograd.grad(loss.sum(), [now[k] for k in names], materialize_grads=True) if names else ()
             with torch.no_grad():
                 seen = Tree(loss=loss.detach()) | parts.map(Tensor.detach)
                 terms = self.gather(terms, seen, None, len(jobs))
                 if names:
-                    self.step(r, groups, now, Tree(zip(names, grads)), momenta, crew, live)
+                    self.step(r, groups, now, Tree(zip(names, grads)), moved, crew)
                 for k, v in updates.items():
                     now[k].copy_(v)
         for job, out, kept, own_terms in zip(jobs, plans, unstack(momenta, len(jobs)), unstack(terms, len(jobs))):
@@ -267,7 +272,6 @@ class Batched(Engine):
         g: Tree,
         momenta: Tree,
         crew: Crew,
-        live: int,
     ) -> None:
         """One SGD step of all live clients, in place on w (protocol 4.1)."""
         client = crew.jobs[0].client
@@ -279,12 +283,12 @@ class Batched(Engine):
             g = g | {k: g[k] * column(factor, g[k]) for k in mine}
         if r.after_clip:
             g = self.lift_trees(r.after_clip, crew, g, w.like(g))
-        before = Tree({k: w[k].clone() for k in g}) if r.after_step else Tree()
+        before = Tree({k: w[k].detach().clone() for k in g}) if r.after_step else Tree()
         for group, mine in groups:
             lr, rho, decay, _ = self.setting(group, client)
             p = [w[k] for k in mine]
             d = [g[k].contiguous() for k in mine]  # the fused step reads memory, not strides
-            m = [momenta[k][:live] for k in mine]
+            m = [momenta[k] for k in mine]
             torch._fused_sgd_(
                 p, d, m if rho else [], weight_decay=decay, momentum=rho, lr=lr, dampening=0.0,
                 nesterov=False, maximize=False, is_first_step=False,

@@ -108,7 +108,7 @@ def embed(points: Array) -> tuple[Array, str]:
     with threadpool_limits(1):
         if len(np.unique(points, axis=0)) < FEWEST or d < 2:
             return _pca(points), "PCA"
-        tsne = TSNE(perplexity=min(30, (n - 1) / 3), init="pca", random_state=0)
+        tsne = TSNE(perplexity=min(30, (n - 1) / 3), init="pca", max_iter=500, random_state=0)
         return np.asarray(tsne.fit_transform(points), dtype=np.float64), "t-SNE"
 
 
