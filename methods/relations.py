@@ -8,7 +8,7 @@ a tensor. Norms of equal rows pass no gradient, and zero rows have no direction:
 from __future__ import annotations
 
 import math
-from typing import NamedTuple
+from typing import Any, NamedTuple
 
 import torch
 import torch.nn.functional as F
@@ -92,42 +92,63 @@ def edge(p: Places, h: Tensor, u: Tensor) -> Tensor:
 def angle(p: Places, h: Tensor, u: Tensor) -> Tensor:
     """L_A: mean | cos at v of (a, v, b) - the same among prototypes | over triplets of three classes."""
     other = p.other()
-    total, slope = angle_gaps(h.detach(), u, other)
-    triplets = (other @ other * other).sum().clamp_min(1)  # every triplet is there twice, in the sums above too
-    return sloped(total / triplets, h, slope / triplets)
+    total: Tensor = AngleGaps.apply(h, u, other)[0]  # type: ignore[no-untyped-call]
+    return total / (other @ other * other).sum().clamp_min(1)  # every triplet counts twice above and below
 
 
-def sloped(value: Tensor, x: Tensor, slope: Tensor) -> Tensor:
-    """value, with the gradient `slope` by x."""
-    return value.detach() + ((x - x.detach()) * slope.detach()).sum()
+class AngleGaps(torch.autograd.Function):
+    """`angle_gaps` for autograd, by h alone. vmap hands over all clients at once."""
+
+    @staticmethod
+    def forward(h: Tensor, u: Tensor, other: Tensor) -> tuple[Tensor, Tensor]:
+        return angle_gaps(h, u, other)
+
+    @staticmethod
+    def setup_context(ctx: Any, inputs: tuple[Tensor, ...], output: tuple[Tensor, Tensor]) -> None:
+        ctx.mark_non_differentiable(output[1])
+        ctx.save_for_backward(output[1])
+
+    @staticmethod
+    def backward(ctx: Any, by_total: Tensor, _: Tensor) -> tuple[Tensor, None, None]:
+        return by_total[..., None, None] * ctx.saved_tensors[0], None, None
+
+    @staticmethod
+    def vmap(
+        info: Any, in_dims: tuple[int | None, ...], *given: Tensor
+    ) -> tuple[tuple[Tensor, Tensor], tuple[int, int]]:
+        clients = info.batch_size
+        stacked = [x.expand(clients, *x.shape) if d is None else x.movedim(d, 0) for x, d in zip(given, in_dims)]
+        return AngleGaps.apply(*stacked), (0, 0)  # type: ignore[no-untyped-call]
 
 
 def angle_gaps(h: Tensor, u: Tensor, other: Tensor) -> tuple[Tensor, Tensor]:
     """Sum of |cos_h - cos_u| at v between a and b over all (v, a, b) of three classes; its gradient by h.
 
-    h, u [rows, rows]: distances; other [rows, rows]: whether classes differ. This is where the time of FedCSPC's
-    training goes, so the gradient is written out and tensors of rows^3 are passed over as rarely as can be. With
-    W = other / (sqrt(2) length) and S = length^2, the law of cosines says
+    h, u [..., rows, rows]: distances; other [..., rows, rows]: 1 where classes differ. This is where the time of
+    FedCSPC's training goes, so that tensors of rows^3 are passed over as rarely as can be, and the gradient falls
+    off on the way. With W = other / (sqrt(2) length) and S = length^2, the law of cosines says
 
         cos_vab = S_va W_va W_vb + W_va S_vb W_vb - S_ab W_va W_vb,
 
-    the first two of which are products of matrices. With s = sign(cos_h - cos_u), the sums over b
+    whose first two parts are products of matrices. With s = sign(cos_h - cos_u) where a and b differ, the sums
 
-        R_va = sum s W_vb,   E_va = sum s S_vb W_vb,   F_va = sum s S_ab W_vb,   and   N_ab = sum_v s S_ab W_va W_vb
+        R_va = sum_b s W_vb,  E_va = sum_b s S_vb W_vb,  F_va = sum_b s S_ab W_vb,  N_ab = sum_v s S_ab W_va W_vb
 
     give the gradient 2 W (length R - (E - F) / length) - 2 N / length.
     """
     one_over, square, square_u = inverse(h), h.square(), u.square()
     w, w_u = one_over * other * HALF_ROOT, inverse(u) * other * HALF_ROOT
     near, near_u = square * w, square_u * w_u
-    opposite = square * w[:, :, None]
     gaps = torch.stack([near, w, -near_u, -w_u], -1) @ torch.stack([w, near, w_u, near_u], -2)
-    gaps.addcmul_(opposite, w[:, None], value=-1).addcmul_(square_u * w_u[:, :, None], w_u[:, None])
-    sign = gaps.sign().mul_(other)
+    opposite = square[..., None, :, :] * w[..., None]
+    gaps.addcmul_(opposite, w[..., None, :], value=-1)
+    gaps.addcmul_(square_u[..., None, :, :] * w_u[..., None], w_u[..., None, :])
+    sign = gaps.sign().mul_(other[..., None, :, :])
     r, e = (sign @ torch.stack([w, near], -1)).unbind(-1)
-    f = opposite.mul_(sign).sum(1)
-    n = opposite.mul_(w[:, None]).sum(0)
-    return gaps.mul_(sign).sum(), 2 * (w * (h * r - (e - f) * one_over) - n * one_over)
+    f = opposite.mul_(sign).sum(-2)
+    n = opposite.mul_(w[..., None, :]).sum(-3)
+    total = gaps.mul_(sign).sum((-3, -2, -1))
+    return total, 2 * (w * (h * r - (e - f) * one_over) - n * one_over)
 
 
 def sampled_angle(p: Places, uniform: Tensor) -> Tensor:

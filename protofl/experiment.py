@@ -36,8 +36,10 @@ class Settings:
     def take(self, name: str, given: Any, where: str) -> None:
         """One setting by its name; later ones win."""
         name = ALIASES.get(name, name)
+        if name in LISTS and not _texts(given):
+            raise UserError(f"{where}: {name} is an empty list")
         if name == "methods":
-            self.methods = _texts(given)
+            self.methods = [str(m) for m in _texts(given)]
         elif name == "preset":
             self.preset = str(given)
         elif name == "seeds":
@@ -89,7 +91,8 @@ def read_suite(path: Path, settings: Settings) -> None:
         raise UserError(f"suite file {str(path)!r} cannot be read: {e.strerror}") from None
     except (tomllib.TOMLDecodeError, UnicodeDecodeError) as e:
         raise UserError(f"suite file {str(path)!r} is not valid TOML: {e}") from None
-    for method, table in document.pop("method", {}).items():
+    tables = document.pop("method", {})
+    for method, table in tables.items() if isinstance(tables, dict) else [("NAME", None)]:
         if not isinstance(table, dict):
             raise UserError(f"suite file {str(path)!r}: [method.{method}] must be a table of options")
         for name, given in table.items():
@@ -100,18 +103,15 @@ def read_suite(path: Path, settings: Settings) -> None:
 
 def cells(settings: Settings) -> list[Cell]:
     """Every (method, beta, seed) of the settings, checked as far as names and limits go."""
-    if not settings.methods:
-        raise UserError(f"no method was asked for; methods: {', '.join(registry.names())}")
     for name in settings.methods:
         registry.known(name)
     labels = [registry.label(m) for m in settings.methods]
     if len(set(labels)) < len(labels):
         raise UserError(f"a method is asked for twice: {', '.join(settings.methods)}")
-    stray = set(settings.options) - set(labels)
-    if stray:
-        raise UserError(
-            f"options are set for {', '.join(sorted(stray))}, which the table does not have: add it to --methods"
-        )
+    for method in settings.options:
+        if method not in labels:
+            registry.known(method)
+            raise UserError(f"options are set for {method}, which the table does not have: add it to --methods")
     preset, fields = _fields(settings)
     seeds, betas = settings.seeds or fields.pop("seeds", [0, 1, 2]), settings.betas or [fields["beta"]]
     fields.pop("seeds", None)

@@ -139,7 +139,23 @@ def test_refused(given: dict[str, str], said: str) -> None:
 @pytest.mark.parametrize("text", ["lrr=0.1", "novalue", "=3", "moonn.mu=1", "moon.mu.x=1"])
 def test_set_is_refused(text: str) -> None:
     with pytest.raises(UserError):
-        settings().take_text(text)
+        s = settings()
+        s.take_text(text)
+        cells(s)
+
+
+@pytest.mark.parametrize(
+    "text", ["methods = 3", "method = 3", "[method]\nmoon = 1", "seeds = [[1]]", "beta = true", "rounds = [1, 2]", "rounds = {a = 1}",
+             "preset = 3", "methods = [[1]]", "methods = []", "seeds = []", "participation = 'half'"]
+)  # fmt: skip
+def test_suite_files_of_wrong_types_are_refused(text: str, tmp_path: object) -> None:
+    path = tmp_path / "s.toml"  # type: ignore[operator]
+    path.write_text(text + "\n")
+    s = Settings()
+    with pytest.raises(UserError) as caught:
+        read_suite(path, s)
+        cells(s)
+    assert "\n" not in str(caught.value)
 
 
 def test_unknown_options_of_methods_are_refused() -> None:
