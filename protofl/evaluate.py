@@ -121,10 +121,13 @@ def fairness(values: list[float]) -> tuple[float, float]:
     return float(np.std(values)), float(np.mean(lowest))
 
 
-def personal_row(scored: Mapping[int, Scored], counts: np.ndarray, per_class: np.ndarray) -> dict[str, Any]:
+def personal_row(
+    scored: Mapping[int, Scored], counts: np.ndarray, per_class: np.ndarray, empty: int = 0
+) -> dict[str, Any]:
     """The record of the personal models: plain means over the clients with something to evaluate.
 
-    counts: [N, K] training samples of all clients; per_class: [K] test samples.
+    counts: [N, K] training samples of all clients; per_class: [K] test samples; empty: clients of the population
+    that have no data, and hence no model.
     """
     row: dict[str, Any] = {}
     each: dict[str, list[float | None]] = {}
@@ -140,6 +143,6 @@ def personal_row(scored: Mapping[int, Scored], counts: np.ndarray, per_class: np
         row[f"pm_{name}"] = float(np.mean(values)) if values else None
         row[f"pm_{name}_std"], row[f"pm_{name}_worst10"] = fairness(values) if values else (None, None)
     row["pm_clients"] = sum(v is not None for v in each.get("v", []))
-    row["pm_skipped"] = len(scored) - row["pm_clients"]
+    row["pm_skipped"] = len(scored) + empty - row["pm_clients"]
     row["pm_each"] = {"client": list(scored), **each}
     return row

@@ -42,7 +42,8 @@ class RunTask(Task):
     ) -> None:  # fmt: skip
         self.net, self.parts, self.protocol, self.pipeline = net, parts, protocol, pipeline
         self.dtype, self.device = DTYPES[protocol.precision], torch.device(protocol.device)
-        self.x, self.y = _to(x, self.device), y.to(self.device)
+        self.x: Any = _to(x, self.device)
+        self.y = y.to(self.device)
         self.classes, self.clients, self.rounds = net.classes, len(parts), protocol.rounds
         self.initial = self._place(initial if initial is not None else initial_weights(net, protocol))
         self.counts = [torch.bincount(self.y[p], minlength=self.classes) for p in parts]
@@ -349,15 +350,23 @@ class Federation:
         return None if self.buffers else self.method.global_model(self.shared, self.private)
 
     def personal(self, played: Round) -> dict[int, Model]:
-        """As trained: what the clients of this round use right after their local training (protocol 5.3)."""
+        """As trained: what the clients of this round use right after their local training (protocol 5.3).
+
+        With pm_clients=all every client with data, for methods whose clients keep their personal model.
+        """
         out = {}
         for job, upload in zip(played.jobs, played.uploads):
             i = job.client.id
             shown = put_buffers(upload, played.local[i]) if i in played.local else upload
-            last = Last(job.shared, shown)
-            with located(self.method.personal_model, played.t, f"client {i}", self.shared):
-                out[i] = self.method.personal_model(job.client, self.shared, self.own(job.client), last)
-        return out
+            out[i] = self._personal(job.client, Last(job.shared, shown))
+        if self.protocol.pm_clients == "all":
+            idle = [i for i in range(self.task.clients) if i not in out and len(self.task.parts[i])]
+            out |= {i: self._personal(RunClient(self.task, i, played.t), None) for i in idle}
+        return dict(sorted(out.items()))
+
+    def _personal(self, client: RunClient, last: Last | None) -> Model:
+        with located(self.method.personal_model, client.round, f"client {client.id}", self.shared):
+            return self.method.personal_model(client, self.shared, self.own(client), last)
 
     def refreshed(self) -> dict[int, Model]:
         """Every client receives the final state and runs its program once more, t = T; nothing of it is kept."""

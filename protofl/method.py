@@ -360,8 +360,11 @@ class Method:
         """What the server would deploy; None: there is none."""
         return None
 
-    def personal_model(self, client: Client, shared: Tree, own: Tree, last: Last) -> Model:
-        """What a client uses right after its local training; `shared` is already that of the next round."""
+    def personal_model(self, client: Client, shared: Tree, own: Tree, last: Any) -> Model:
+        """What a client uses right after its local training; `shared` is already that of the next round.
+
+        last: a `Last`, or None for a client that was idle in this round (`keeps_personal` methods alone are asked).
+        """
         raise NotImplementedError
 
     def prototypes(self, shared: Tree, private: Tree) -> Rows | None:

@@ -129,6 +129,8 @@ def prepare(cell: Cell) -> Prepared:
     method = cell.method.build(p)
     registry.check(method, p, net)
     made = split(p, cell.data_dir)
+    if p.client_sampling == "moon_compat" and made.min_size == 0:
+        raise UserError("client_sampling=moon_compat draws among all clients and some are empty: use independent")
     engine = choose(p.engine, net.name, p.device)
     source = registry.source_hash(cell.method.name)
     name = registry.label(cell.method.name)
@@ -327,7 +329,9 @@ class Run:
 
     def _personal(self, models: Mapping[int, Any], t: int) -> dict[str, Any]:
         scored = {i: self._score(m, t, f"personal model of client {i}") for i, m in models.items()}
-        return personal_row(scored, self.ready.split.counts, self.test.per_class())
+        everybody = self.protocol.pm_protocol == "refresh" or self.protocol.pm_clients == "all"
+        empty = int((self.ready.split.sizes == 0).sum()) if everybody else 0
+        return personal_row(scored, self.ready.split.counts, self.test.per_class(), empty)
 
     def _score(self, model: Model, t: int, who: str) -> Scored:
         with located(model.scores, t, who, model.tree):

@@ -65,6 +65,7 @@ def test_clients_with_nothing_to_evaluate_are_left_out_and_counted() -> None:
     # client 1 has no data; client 2 only a class that the test set lacks
     assert (row["pm_clients"], row["pm_skipped"]) == (1, 2)
     assert row["pm_v"] == pytest.approx(0.55)
+    assert personal_row({0: scored([8, 3, 5])}, counts, np.array([10, 10, 10]), 1)["pm_skipped"] == 1
     nobody = personal_row({1: scored([1, 1, 1])}, counts, np.array([10, 10, 10]))
     assert nobody["pm_v"] is None and nobody["pm_v_std"] is None and nobody["pm_clients"] == 0
 

@@ -102,6 +102,33 @@ def test_local_buffers_never_travel(engine: str) -> None:
     assert averaged.bytes[0]["down"] - fed.bytes[0]["down"] == len(SIZES) * floats
 
 
+@dataclass(frozen=True)
+class Keeps(FedAvg):
+    """Clients keep what they trained; idle ones can be asked for it."""
+
+    keeps_personal = True
+
+    def enrol(self, client: Any) -> Tree:
+        return Tree(mine=client.task.initial)
+
+    def local(self, client: Any, shared: Tree, own: Tree) -> Any:
+        w = yield Train(shared.net, self.loss)
+        return Tree(net=w), Tree(mine=w)
+
+    def personal_model(self, client: Any, shared: Tree, own: Tree, last: Any) -> Model:
+        return Model(own.mine)
+
+
+def test_all_clients_are_evaluated_where_they_keep_their_model() -> None:
+    fed = toy(Keeps(), pm_clients="all", rounds=1).run()
+    models = fed.personal()
+    assert list(models) == list(range(len(SIZES))) and len(fed.last.ids) < len(SIZES)
+    for i, model in models.items():
+        want = fed.last.uploads[fed.last.ids.index(i)].net if i in fed.last.ids else fed.task.initial
+        assert gap(model.tree, want) == 0
+    assert list(toy(Keeps(), rounds=1).run().personal()) == fed.last.ids
+
+
 # ---- streams ----------------------------------------------------------------------------------------------------------
 
 

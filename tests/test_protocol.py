@@ -145,8 +145,8 @@ def test_set_is_refused(text: str) -> None:
 
 
 @pytest.mark.parametrize(
-    "text", ["methods = 3", "method = 3", "[method]\nmoon = 1", "seeds = [[1]]", "beta = true", "rounds = [1, 2]", "rounds = {a = 1}",
-             "preset = 3", "methods = [[1]]", "methods = []", "seeds = []", "participation = 'half'"]
+    "text", ["methods = 3", "method = 3", "[method]\nmoon = 1", "seeds = [[1]]", "beta = true", "rounds = [1, 2]",
+             "rounds = {a = 1}", "preset = 3", "methods = [[1]]", "methods = []", "seeds = []", "participation = 'half'"]
 )  # fmt: skip
 def test_suite_files_of_wrong_types_are_refused(text: str, tmp_path: object) -> None:
     path = tmp_path / "s.toml"  # type: ignore[operator]
