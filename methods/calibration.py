@@ -126,10 +126,15 @@ SIGMA = {
 }
 
 
+def _cosines(z: Tensor) -> Tensor:
+    """[rows, rows] between the rows of z."""
+    direction = unit(z, LEAST)
+    return direction @ direction.mT
+
+
 def contrast(z: Tensor, y: Tensor, source: Tensor, mask: Tensor, tau: float, mode: str) -> Tensor:
     """L_con: mean over the anchors that have a positive; z [rows, q]."""
-    cosines = unit(z, LEAST) @ unit(z, LEAST).mT
-    return average(*anchors(cosines, y, source, mask, tau, mode))
+    return average(*anchors(_cosines(z), y, source, mask, tau, mode))
 
 
 def anchors(cosines: Tensor, y: Tensor, source: Tensor, mask: Tensor, tau: float, mode: str) -> tuple[Tensor, Tensor]:
@@ -150,7 +155,7 @@ def anchors(cosines: Tensor, y: Tensor, source: Tensor, mask: Tensor, tau: float
 
 def contrast_code(z: Tensor, y: Tensor, mask: Tensor, tau: float) -> Tensor:
     """The authors' code: unweighted, the anchor is one of its positives and in the sum, all rows count."""
-    s = unit(z, LEAST) @ unit(z, LEAST).mT / tau
+    s = _cosines(z) / tau
     log_p = torch.where(mask > 0, s, LOWEST).log_softmax(1)
     positive = (y[:, None] == y) * mask
     return average(-(log_p * positive).sum(1) / positive.sum(1).clamp_min(1), mask)

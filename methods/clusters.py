@@ -8,6 +8,7 @@ from __future__ import annotations
 import warnings
 
 import numpy as np
+import sklearn
 from numpy.random import RandomState
 from numpy.typing import NDArray
 from sklearn.cluster import KMeans, kmeans_plusplus
@@ -26,15 +27,24 @@ def kmeans(rows: Rows, k: int, stream: RandomState, *, init: str = "kmeans++", u
     space = (_unit(rows) if unit else rows) + 0.0  # -0 and 0 are one value
     if k == 1 or not np.isfinite(space).all():
         return np.zeros(len(rows), dtype=np.intp)
-    first = np.sort(np.unique(space, axis=0, return_index=True)[1])  # distinct rows, where they first appear
+    first = first_seen(space)
     k = min(k, len(first))
     if k == 1:
         return np.zeros(len(rows), dtype=np.intp)
-    if init == "random":
-        starts = space[first[stream.permutation(len(first))[:k]]]
-    else:
-        starts, _ = kmeans_plusplus(space, k, random_state=stream, n_local_trials=1)
-    return lloyd(space, starts).labels_  # type: ignore[no-any-return]
+    with sklearn.config_context(assume_finite=True, skip_parameter_validation=True):  # checked above
+        if init == "random":
+            starts = space[first[stream.permutation(len(first))[:k]]]
+        else:
+            starts, _ = kmeans_plusplus(space, k, random_state=stream, n_local_trials=1)
+        return lloyd(space, starts).labels_  # type: ignore[no-any-return]
+
+
+def first_seen(rows: Rows) -> Labels:
+    """Where distinct rows [n, d] first appear, ascending; by their bytes, as sorting them takes longer."""
+    positions: dict[bytes, int] = {}
+    for i, row in enumerate(rows):
+        positions.setdefault(row.tobytes(), i)
+    return np.array(list(positions.values()), dtype=np.intp)
 
 
 def lloyd(rows: Rows, starts: Rows) -> KMeans:
@@ -55,7 +65,7 @@ def subset_means(cluster: Rows, stream: RandomState, *, ratio: float, repeats: i
     if g == 1 or (m == g and not replacement):
         return np.asarray(cluster.mean(0, keepdims=True))
     draws = [stream.randint(0, g, m) if replacement else stream.permutation(g)[:m] for _ in range(repeats)]
-    return np.stack([cluster[rows].mean(0) for rows in draws])
+    return np.asarray(cluster[np.stack(draws)].mean(1))
 
 
 def _unit(rows: Rows) -> Rows:

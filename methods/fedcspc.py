@@ -45,6 +45,7 @@ from protofl.method import (
     Batch,
     Client,
     Collect,
+    Diverged,
     Method,
     Model,
     Noise,
@@ -372,8 +373,8 @@ class Cspc(Method):
             )  # fmt: skip
             if finite(trained):
                 return trained
-        raise RuntimeError(
-            f"cspc: the calibration of round {server.round} is not finite even at 2^-{TRIES - 1} of its rate"
+        raise Diverged(
+            f"fedcspc: the calibration of round {server.round} is not finite even at 2^-{TRIES - 1} of its rate"
         )
 
     def calibration_rate(self, server: Server, share: float, epoch: int) -> float:

@@ -38,6 +38,7 @@ from protofl.errors import UserError
 from protofl.method import (
     Batch,
     Client,
+    Diverged,
     Group,
     Last,
     Method,
@@ -266,7 +267,7 @@ class FedNH(Method):
     def aggregate(self, server: Server, shared: Tree, private: Tree, uploads: list[Tree]) -> tuple[Tree, Tree]:
         net = server.merge(shared.net, [u.net for u in uploads])
         if bool(net["scale"] <= 0):
-            raise RuntimeError(
+            raise Diverged(
                 f"fednh: the averaged scale fell to {float(net['scale']):g} in round {server.round}; below 0 it "
                 f"reverses every prediction, a lower client_lr or scale_trainable=false keeps it positive"
             )

@@ -34,7 +34,7 @@ def lengths(x: Tensor) -> Tensor:
 
 def inverse(length: Tensor) -> Tensor:
     """1 / length, 0 where there is no direction."""
-    return torch.where(length >= LEAST, length, torch.inf).reciprocal()
+    return F.threshold(length, LEAST, torch.inf).reciprocal()
 
 
 def angles(length: Tensor) -> Tensor:
@@ -139,15 +139,15 @@ def angle_gaps(h: Tensor, u: Tensor, other: Tensor) -> tuple[Tensor, Tensor]:
     one_over, square, square_u = inverse(h), h.square(), u.square()
     w, w_u = one_over * other * HALF_ROOT, inverse(u) * other * HALF_ROOT
     near, near_u = square * w, square_u * w_u
-    gaps = torch.stack([near, w, -near_u, -w_u], -1) @ torch.stack([w, near, w_u, near_u], -2)
+    gaps = torch.stack([near, w, -near_u, -w_u], -2).mT @ torch.stack([w, near, w_u, near_u], -2)
     opposite = square[..., None, :, :] * w[..., None]
     gaps.addcmul_(opposite, w[..., None, :], value=-1)
     gaps.addcmul_(square_u[..., None, :, :] * w_u[..., None], w_u[..., None, :])
     sign = gaps.sign().mul_(other[..., None, :, :])
-    r, e = (sign @ torch.stack([w, near], -1)).unbind(-1)
+    r, e = (torch.stack([w, near], -2) @ sign).unbind(-2)
     f = opposite.mul_(sign).sum(-2)
     n = opposite.mul_(w[..., None, :]).sum(-3)
-    total = gaps.mul_(sign).sum((-3, -2, -1))
+    total = (gaps.abs_().sum(-3) * other).sum((-2, -1))
     return total, 2 * (w * (h * r - (e - f) * one_over) - n * one_over)
 
 

@@ -118,7 +118,7 @@ class Outcome:
     def title(self) -> str:
         """What the table is about, in words."""
         cells = [p.ready.cell.protocol for p in self.planned]
-        betas = ", ".join(dict.fromkeys(f"{p.beta:g}" for p in cells if p.partition.startswith("dir")))
+        betas = ", ".join(dict.fromkeys(f"{p.beta:g}" for p in cells if p.dirichlet))
         names = ", ".join(dict.fromkeys(p.ready.data.name for p in self.planned))
         return f"{names}: {', '.join(dict.fromkeys(p.partition for p in cells))}" + (f", beta {betas}" if betas else "")
 

@@ -20,5 +20,5 @@ class Cell:
     def label(self) -> str:
         """method, beta and seed in words."""
         p = self.protocol
-        split = f"beta {p.beta:g}" if p.partition.startswith("dir") else p.partition
+        split = f"beta {p.beta:g}" if p.dirichlet else p.partition
         return f"{registry.label(self.method.name)} {split} seed {p.seed}"

@@ -140,7 +140,7 @@ def _workers(text: str) -> int:
 
     if text == "auto":
         return cores()
-    if not text.isdigit() or int(text) < 1:
+    if not (text.isascii() and text.isdigit() and int(text) > 0):
         raise UserError(f"--workers {text!r}: a whole number >= 1, or auto")
     return int(text)
 
@@ -156,6 +156,10 @@ def _finish(outcome: Any, reports: Path | None, results: Path) -> int:
             page = report(stored, reports / outcome.name, title=outcome.title, command=_command())
             out.print(f"report: {page}", highlight=False, soft_wrap=True)
         out.print(f"runs:   {results}", highlight=False, soft_wrap=True)
+    for planned in outcome.planned:
+        summary = outcome.summaries.get(planned.ready.digest, {})
+        if summary.get("status") == "diverged":
+            typer.echo(f"{planned.label} diverged: {summary['error']}", err=True)
     for digest, (line, trace) in outcome.failures.items():
         label = next(p.label for p in outcome.planned if p.ready.digest == digest)
         if trace:
@@ -220,7 +224,10 @@ def partition_(
     _take(settings, given, set_)
     from . import describe
 
-    for cell in cells(settings):
+    asked = cells(settings)
+    if len(asked) > 1 and (figure or save):
+        raise UserError("--figure and --save take one split: give one --beta")
+    for cell in asked:
         describe.split(cell, out, figure, save)
 
 

@@ -111,7 +111,11 @@ def split(cell: Cell, console: Console, figure: str | None, save: str | None) ->
         draw_counts(made.counts.tolist(), data.classes, Path(figure))
         console.print(f"heat map: {figure}", highlight=False, soft_wrap=True)
     if save:
-        console.print(f"split: {save_split(made, save)}", highlight=False, soft_wrap=True)
+        try:
+            where = save_split(made, save)
+        except OSError as e:
+            raise UserError(f"split {save!r} cannot be written: {e.strerror}") from None
+        console.print(f"split: {where}", highlight=False, soft_wrap=True)
 
 
 def draw_counts(counts: list[list[int]], classes: Sequence[str], path: Path) -> None:

@@ -36,8 +36,10 @@ class Settings:
     def take(self, name: str, given: Any, where: str) -> None:
         """One setting by its name; later ones win."""
         name = ALIASES.get(name, name)
-        if name in LISTS and not _texts(given):
-            raise UserError(f"{where}: {name} is an empty list")
+        if given == "":
+            raise UserError(f"{where}: {name} is empty")
+        if name in LISTS and not (_texts(given) and all(isinstance(v, str | int | float) for v in _texts(given))):
+            raise UserError(f"{where}: {name} must be a value or a list of values, and not an empty one")
         if name == "methods":
             self.methods = [str(m) for m in _texts(given)]
         elif name == "preset":
@@ -48,8 +50,10 @@ class Settings:
             self.betas = _texts(given)
         elif name == "data_dir":
             self.data_dir = str(given)
+        elif name == "seed":
+            raise UserError(f"{where}: the run seeds are a list, set seeds")
         elif name in options.fields(Protocol):
-            self.fields[name] = given
+            self.fields |= protocols.coerce({name: given})
         else:
             known = [*LISTS, "preset", "data_dir", *ALIASES, *options.fields(Protocol)]
             raise UserError(f"{where}: there is no setting {name!r}{nearest(name, known)}")
@@ -115,6 +119,8 @@ def cells(settings: Settings) -> list[Cell]:
     preset, fields = _fields(settings)
     seeds, betas = settings.seeds or fields.pop("seeds", [0, 1, 2]), settings.betas or [fields["beta"]]
     fields.pop("seeds", None)
+    if settings.betas and fields.get("partition") in ("iid", "file"):
+        raise UserError(f"beta means nothing to partition={fields['partition']}: leave it out")
     made = []
     for beta in _once(betas):
         for seed in _once(seeds):

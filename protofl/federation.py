@@ -72,9 +72,8 @@ class RunTask(Task):
             index = index.to(self.device)
             drawn = None if drawn is None else drawn.to(self.device)
         if self.transform is not None:
-            x = self.transform.train(self.x[index], drawn)
-        else:
-            x = self.x.map(lambda v: v[index]) if isinstance(self.x, Tree) else self.x[index]
+            return self.transform.train(self.x[index], drawn), self.y[index]
+        x = self.x.map(lambda v: v[index]) if isinstance(self.x, Tree) else self.x[index]
         return x, self.y[index]
 
     def stream(self, method: str, tag: str, *axes: int) -> RandomState:
@@ -242,7 +241,8 @@ class Federation:
         self.method, self.task, self.protocol = method, task, task.protocol
         self.engine: Engine = ENGINES[choose(task.protocol.engine, task.net.name, task.protocol.device)](task)
         self.memory: Memory = DictMemory() if memory is None else memory
-        self.shared, self.private = method.start(task)
+        with located(method.start, -1, "server", Tree()):
+            self.shared, self.private = method.start(task)
         self.met: set[int] = set()  # clients that have taken part, to whom constants need not be sent again
         keeps = task.protocol.bn_buffers == "local"
         self.buffers = task.initial.only(task.net.buffers) if keeps else Tree()  # those that stay with their client
@@ -273,7 +273,10 @@ class Federation:
     def own(self, client: RunClient) -> Tree:
         """The method's part of a client's memory."""
         kept = self.memory.get(client.id)
-        return kept.own if kept is not None else self.method.enrol(client)
+        if kept is not None:
+            return kept.own  # type: ignore[no-any-return]
+        with located(self.method.enrol, client.round, f"client {client.id}", self.shared):
+            return self.method.enrol(client)
 
     def job(self, program: Callable[..., Any], client: RunClient, t: int) -> Job:
         """A client's program, with what it receives and remembers."""
@@ -309,7 +312,7 @@ class Federation:
         drawn, ids = self.drawn(max(t, 0)), self.taking_part(max(t, 0))
         jobs = [self.job(exchange.program, RunClient(self.task, i, t), t) for i in ids]
         self.engine.seconds = dict.fromkeys(self.engine.seconds, 0.0)
-        results = self.engine.run(jobs)
+        results = self.engine.finished(jobs)
         local: dict[int, Tree] = {}
         uploads = []
         for job, (upload, changes) in zip(jobs, results):
@@ -347,7 +350,8 @@ class Federation:
 
     def global_model(self) -> Model | None:
         """The server's model; none where clients keep their normalisation statistics to themselves."""
-        return None if self.buffers else self.method.global_model(self.shared, self.private)
+        with located(self.method.global_model, self.protocol.rounds, "server", self.shared):
+            return None if self.buffers else self.method.global_model(self.shared, self.private)
 
     def personal(self, played: Round) -> dict[int, Model]:
         """As trained: what the clients of this round use right after their local training (protocol 5.3).

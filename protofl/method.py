@@ -38,7 +38,7 @@ if TYPE_CHECKING:
     from .protocol import Protocol
 
 __all__ = [
-    "OFF", "Batch", "Client", "Collect", "Exchange", "Group", "Last", "Method", "Model", "Noise", "Program", "Rows",
+    "OFF", "Batch", "Client", "Collect", "Diverged", "Exchange", "Group", "Last", "Method", "Model", "Noise", "Program", "Rows",
     "Server", "Survey", "Task", "Train", "Tree", "View", "choice", "flag", "need", "number", "value",
 ]  # fmt: skip
 
@@ -294,6 +294,10 @@ class Server:
 
 
 # ---- a method -----------------------------------------------------------------------------------------------------
+
+
+class Diverged(RuntimeError):
+    """Weights, losses or a method's own quantities that no longer mean anything: the run ends, marked as diverged."""
 
 
 def need(method: str, protocol: Protocol, **fields: Any) -> None:

@@ -36,9 +36,9 @@ class Option:
         """The legal values in words."""
         if self.closed:
             return " | ".join(text(v) for v in self.readings)
-        parts = [f"> {self.above:g}"] if self.above is not None else []
-        parts += [f">= {self.low:g}"] if self.low is not None else []
-        parts += [f"<= {self.high:g}"] if self.high is not None else []
+        parts = [f"> {text(self.above)}"] if self.above is not None else []
+        parts += [f">= {text(self.low)}"] if self.low is not None else []
+        parts += [f"<= {text(self.high)}"] if self.high is not None else []
         return " | ".join([*self.words, " and ".join(parts) or "any"])
 
 
@@ -117,7 +117,7 @@ def convert(field: dataclasses.Field[Any], raw: Any, label: str) -> Any:
             made: Any = (
                 tuple(float(i) for i in items) if default and isinstance(default[0], float) else tuple(map(str, items))
             )
-        except ValueError:
+        except (TypeError, ValueError):
             raise UserError(f"{label}: {text(raw)!r} is not a list of numbers") from None
         return made
     if o.closed:
@@ -131,7 +131,9 @@ def convert(field: dataclasses.Field[Any], raw: Any, label: str) -> Any:
         return raw
     if _is_number(default) or o.words:
         return _number(o, default, raw, label)
-    return raw if not isinstance(default, str) else str(raw)
+    if isinstance(default, str) and not isinstance(raw, str):
+        raise UserError(f"{label}: {text(raw)!r} is not a text")
+    return raw
 
 
 def _is_number(v: Any) -> bool:

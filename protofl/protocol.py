@@ -131,8 +131,8 @@ class Protocol:
 
     def __post_init__(self) -> None:
         options.validate(self, "")
-        if self.partition == "file" and not self.partition_file:
-            raise UserError("partition=file needs --partition-file FILE")
+        if (self.partition == "file") != bool(self.partition_file):
+            raise UserError("partition=file needs --partition-file FILE, and no other scheme takes one")
         for metric in self.metrics:
             if metric not in METRICS:
                 raise UserError(f"metrics: {metric!r} is not one of {', '.join(METRICS)}{nearest(metric, METRICS)}")
@@ -142,6 +142,11 @@ class Protocol:
     def replace(self, **changes: Any) -> Protocol:
         """The same protocol with other values."""
         return dataclasses.replace(self, **changes)
+
+    @property
+    def dirichlet(self) -> bool:
+        """Whether the split hangs on beta."""
+        return self.partition.startswith("dir")
 
     def learning_rate(self, t: int) -> float:
         """eta_t of round t."""
@@ -159,6 +164,8 @@ class Protocol:
     def document(self) -> dict[str, Any]:
         """The fields that can change a number, as JSON knows them. The file of a split is known by its content."""
         kept = {n for n, f in options.fields(self).items() if options.option(f).digest} - {"partition_file"}
+        if not self.dirichlet:
+            kept -= {"beta", "alpha_convention"}
         return {n: list(v) if isinstance(v, tuple) else v for n, v in dataclasses.asdict(self).items() if n in kept}
 
 

@@ -321,9 +321,12 @@ def read_rows(path: Path) -> list[dict[str, Any]]:
         return rows
     for line in text.splitlines():
         try:
-            rows.append(json.loads(line))
+            row = json.loads(line)
         except ValueError:
             break
+        if not isinstance(row, dict) or not isinstance(row.get("round"), int):
+            break
+        rows.append(row)
     return rows
 
 

@@ -83,7 +83,7 @@ def module(name: str) -> ModuleType:
         sys.modules[unique] = made
         try:
             spec.loader.exec_module(made)
-        except Exception as e:
+        except (Exception, SystemExit) as e:
             del sys.modules[unique]
             raise UserError(f"method file {name!r} does not load: {type(e).__name__}: {e}") from e
     return sys.modules[unique]

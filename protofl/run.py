@@ -28,7 +28,7 @@ from .engine.base import located
 from .errors import UserError
 from .evaluate import Scored, TestSet, global_row, personal_row, score
 from .federation import DTYPES, DictMemory, Federation, Memory, Round, RunTask, initial_weights
-from .method import Method, Model
+from .method import Diverged, Method, Model
 from .nets import Net
 from .protocol import NUMBERS, Protocol
 from .tree import Tree, tensors
@@ -59,7 +59,7 @@ class Prepared:
     def folder(self) -> Path:
         """<group>/<digest> below the results."""
         p = self.cell.protocol
-        split = f"{p.partition}-{p.beta:g}" if p.partition.startswith("dir") else p.partition
+        split = f"{p.partition}-{p.beta:g}" if p.dirichlet else p.partition
         return Path(f"{_portable(self.data.name)}-{split}") / self.digest
 
 
@@ -126,9 +126,19 @@ def prepare(cell: Cell) -> Prepared:
     net = network(p, data)
     pipeline(p, data)
     _check_device(p.device)
-    method = cell.method.build(p)
-    registry.check(method, p, net)
+    try:
+        method = cell.method.build(p)
+        registry.check(method, p, net)
+    except UserError:
+        raise
+    except Exception as e:
+        raise UserError(f"{cell.method.name} cannot be set up: {type(e).__name__}: {e}") from e
     made = split(p, cell.data_dir)
+    if p.drop_last and p.short_client == "skip" and int(made.sizes.max()) < p.batch_size:
+        raise UserError(
+            f"short_client=skip leaves out every client: the largest has {made.sizes.max()} samples, fewer than "
+            f"batch_size {p.batch_size}: use short_client=keep_batch or a smaller batch"
+        )
     if p.client_sampling == "moon_compat" and made.min_size == 0:
         raise UserError("client_sampling=moon_compat draws among all clients and some are empty: use independent")
     engine = choose(p.engine, net.name, p.device)
@@ -202,10 +212,6 @@ def _resident(x: np.ndarray) -> torch.Tensor:
         return torch.from_numpy(x)
 
 
-class Diverged(RuntimeError):
-    """Weights or losses that are not finite, seen in the round in which they happen."""
-
-
 class Run:
     """A prepared cell at work in its folder."""
 
@@ -272,7 +278,8 @@ class Run:
                     }
                 )
         except Diverged as e:
-            summary = {"status": "diverged", "rounds": e.args[1], "of": p.rounds, "error": e.args[0]}
+            done = len([r for r in self.folder.rows() if r["round"] >= 0 and "diverged" not in r])
+            summary = {"status": "diverged", "rounds": done, "of": p.rounds, "error": str(e)}
         except Exception as e:
             done = len([r for r in self.folder.rows() if r["round"] >= 0])
             self.folder.summarise(status="failed", rounds=done, of=p.rounds, error=str(e))
@@ -296,7 +303,11 @@ class Run:
         """Round t -> its row."""
         fed, p = self.federation, self.protocol
         self.memory.round = t
-        played = fed.play(t)
+        try:
+            played = fed.play(t)
+        except Diverged:
+            self.folder.append({"round": t, "diverged": True})
+            raise
         self._check_finite(t, played)
         row: dict[str, Any] = {
             "round": t,
@@ -353,7 +364,7 @@ class Run:
         ):
             who = f" (client {bad[0]})" if bad else ""
             self.folder.append({"round": t, "diverged": True, **self._cost(played), "terms": _finite(played.terms)})
-            raise Diverged(f"loss or weights are not finite in round {t}{who}", t)
+            raise Diverged(f"loss or weights are not finite in round {t}{who}")
 
     def _save(self, done: int) -> None:
         fed = self.federation
@@ -363,7 +374,8 @@ class Run:
     def _save_prototypes(self, t: int, played: Round) -> None:
         fed = self.federation
         arrays: dict[str, np.ndarray] = {}
-        table = self.method.prototypes(fed.shared, fed.private)
+        with located(self.method.prototypes, t, "server", fed.shared):
+            table = self.method.prototypes(fed.shared, fed.private)
         if table is not None:
             arrays |= {"values": table.values.cpu().numpy(), "has": table.has.cpu().numpy()}
         told = [(i, self.method.client_prototypes(u)) for i, u in zip(played.ids, played.uploads)]
@@ -429,9 +441,11 @@ def replay(path: Path, data_dir: str | None) -> dict[str, Any]:
     more, which gives them back to the last digit on the machine type that made them. Nothing in the folder changes.
     """
     document = records.read_json(path / "protocol.json")
-    if document is None:
-        raise UserError(f"{path} is not the folder of a run: it has no readable protocol.json")
-    ready = prepare(stored_cell(document, data_dir))
+    try:
+        cell = stored_cell(document, data_dir)
+    except (KeyError, TypeError, AttributeError):
+        raise UserError(f"{path} is not the folder of a run: it has no readable protocol.json") from None
+    ready = prepare(cell)
     if ready.digest != document["digest"]:
         raise UserError(
             f"{path} cannot be evaluated again: its digest is {document['digest']}, the same settings now give "
@@ -443,7 +457,7 @@ def replay(path: Path, data_dir: str | None) -> dict[str, Any]:
     states = {s.round: s for s in run.folder.states()}
     t = rows[-1]["round"] if rows else -1
     if t not in states or t + 1 not in states:
-        raise UserError(f"{path} has no whole state of its last evaluated round: run its command again to resume it")
+        raise UserError(f"{path} has no whole state of its last evaluated round, so that it cannot be evaluated again")
     single_threaded()
     made, run.test = task(ready)
     run.federation = Federation(ready.method, made)

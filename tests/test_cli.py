@@ -153,12 +153,17 @@ def test_killed_from_outside_and_run_again(tmp_path: Path) -> None:
         time.sleep(0.02)
     os.kill(child.pid, 9)  # the parent alone: its workers must notice
     child.wait()
-    deadline = time.monotonic() + 10
-    while _alive(child.pid) and time.monotonic() < deadline:
-        time.sleep(0.1)
-    assert not _alive(child.pid)
+    assert _all_end(child.pid)
     assert "were begun and are resumed" in spawned(*words, cwd=tmp_path)
     assert [len(r) for r in runs(tmp_path / "results").values()] == [25, 25, 25]
+
+
+def _all_end(group: int) -> bool:
+    """Whether no process of the session is left, soon."""
+    deadline = time.monotonic() + 10
+    while _alive(group) and time.monotonic() < deadline:
+        time.sleep(0.1)
+    return not _alive(group)
 
 
 def _alive(group: int) -> list[str]:
@@ -188,7 +193,7 @@ def test_interrupts_have_their_codes(number: int, code: int, tmp_path: Path) -> 
     os.kill(child.pid, number)
     said = child.communicate(timeout=20)[1]
     assert child.returncode == code and "Traceback" not in said, said
-    assert not _alive(child.pid)
+    assert _all_end(child.pid)
 
 
 # ---- what is on offer ------------------------------------------------------------------------------------------------

@@ -128,6 +128,10 @@ def test_suite_file(tmp_path: object) -> None:
         ({"lrr": "1"}, "did you mean 'lr'"),
         ({"drop_last": "maybe"}, "true | false"),
         ({"partition": "file"}, "--partition-file"),
+        ({"partition": "iid", "partition_file": "s.npz"}, "no other scheme"),
+        ({"seed": "3"}, "set seeds"),
+        ({"preset": ""}, "is empty"),
+        ({"beta": ""}, "is empty"),
     ],
 )
 def test_refused(given: dict[str, str], said: str) -> None:
@@ -146,7 +150,8 @@ def test_set_is_refused(text: str) -> None:
 
 @pytest.mark.parametrize(
     "text", ["methods = 3", "method = 3", "[method]\nmoon = 1", "seeds = [[1]]", "beta = true", "rounds = [1, 2]",
-             "rounds = {a = 1}", "preset = 3", "methods = [[1]]", "methods = []", "seeds = []", "participation = 'half'"]
+             "rounds = {a = 1}", "preset = 3", "beta = [[0.5]]", "beta = {a = 1}", "dataset = ['digits']", "mean = [1, [2]]",
+             "partition_seed = [1]", "methods = [[1]]", "methods = []", "seeds = []", "participation = 'half'"]
 )  # fmt: skip
 def test_suite_files_of_wrong_types_are_refused(text: str, tmp_path: object) -> None:
     path = tmp_path / "s.toml"  # type: ignore[operator]
@@ -177,7 +182,7 @@ def test_every_field_that_can_change_a_number_changes_the_digest() -> None:
     }
     for name, field in options.fields(Protocol).items():
         o = options.option(field)
-        if name in ("partition", "metrics", "std_over"):
+        if name in ("partition", "partition_file", "metrics", "std_over"):
             continue
         value = next(r for r in o.readings if r != field.default) if o.closed else (
             5 if o.words else (1.0, 2.0) if name in ("mean", "std")
@@ -185,7 +190,14 @@ def test_every_field_that_can_change_a_number_changes_the_digest() -> None:
         )  # fmt: skip
         changed = plain.replace(**{name: value})
         same = digest(changed.document()) == digest(plain.document())
-        assert same == (name in ("partition_file", "report", "std_ddof")), name
+        assert same == (name in ("report", "std_ddof")), name
+
+
+def test_beta_moves_no_digest_where_nothing_is_dirichlet() -> None:
+    plain = Protocol(partition="iid")
+    assert digest(plain.document()) == digest(plain.replace(beta=3.0).document())
+    with pytest.raises(UserError, match="beta means nothing"):
+        cells(settings(partition="iid", beta="0.1,0.5"))
 
 
 def test_learning_rate_is_a_function_of_the_round() -> None:

@@ -17,6 +17,7 @@ import torch
 from harness import ENGINES
 
 from protofl import records, registry, run
+from protofl.engine.base import MethodError
 from protofl.errors import UserError
 from protofl.evaluate import score
 from protofl.experiment import Settings, cells
@@ -255,6 +256,55 @@ def test_a_diverging_run_is_marked_where_it_happens(tmp_path: Path) -> None:
     summary = play(ready, tmp_path, lambda event: None)
     assert summary["status"] == "diverged" and "round 0" in summary["error"]
     assert rows(tmp_path / ready.folder)[-1]["diverged"] is True
+
+
+HOOKS = {
+    "start": "def start(self, task):\n        raise ValueError('boom')",
+    "enrol": "def enrol(self, client):\n        raise ValueError('boom')",
+    "aggregate": "def aggregate(self, server, shared, private, uploads):\n        raise ValueError('boom')",
+    "global_model": "def global_model(self, shared, private):\n        raise ValueError('boom')",
+    "personal_model": "def personal_model(self, client, shared, own, last):\n        raise ValueError('boom')",
+    "prototypes": "def prototypes(self, shared, private):\n        raise ValueError('boom')",
+    "local": "def local(self, client, shared, own):\n        return shared",
+}
+
+
+@pytest.mark.parametrize("hook", HOOKS)
+def test_errors_of_hooks_name_method_and_function(hook: str, tmp_path: Path) -> None:
+    (tmp_path / "bad.py").write_text(
+        "from dataclasses import dataclass\nfrom protofl.methods.fedavg import FedAvg\n\n\n@dataclass(frozen=True)\n"
+        f"class Bad(FedAvg):\n    {HOOKS[hook]}\n"
+    )
+    with pytest.raises(MethodError, match=rf"Bad\.{hook} raised .*round"):
+        play(prepare(cell(str(tmp_path / "bad.py"), rounds=1)), tmp_path / "results", lambda event: None)
+
+
+@pytest.mark.parametrize(
+    "text", ["import sys\nsys.exit(3)", "1/0", "x = 1", "import dataclasses\n@dataclasses.dataclass(frozen=True)\nclass Mine(Method):\n    a: int", CHECKS := (
+        "from dataclasses import dataclass\nfrom protofl.methods.fedavg import FedAvg\n\n\n@dataclass(frozen=True)\n"
+        "class Mine(FedAvg):\n    def check(self, protocol, net):\n        return 1 / 0\n"
+    )]
+)  # fmt: skip
+def test_method_files_that_cannot_be_set_up_are_refused(text: str, tmp_path: Path) -> None:
+    (tmp_path / "mine.py").write_text("from protofl.method import Method\n" + text + "\n")
+    with pytest.raises(UserError, match="mine"):
+        prepare(cell(str(tmp_path / "mine.py")))
+
+
+def test_a_method_can_say_that_it_diverged(tmp_path: Path) -> None:
+    (tmp_path / "wild.py").write_text(
+        "from dataclasses import dataclass\nfrom protofl.method import Diverged\nfrom protofl.methods.fedavg import FedAvg\n\n\n"
+        "@dataclass(frozen=True)\nclass Wild(FedAvg):\n    def aggregate(self, server, shared, private, uploads):\n"
+        "        raise Diverged('too wild')\n"
+    )
+    ready = prepare(cell(str(tmp_path / "wild.py")))
+    summary = play(ready, tmp_path, lambda event: None)
+    assert summary == {"status": "diverged", "rounds": 0, "of": 3, "error": "too wild"}
+
+
+def test_skipping_every_client_is_refused() -> None:
+    with pytest.raises(UserError, match="leaves out every client"):
+        prepare(cell("fedavg", drop_last="true", short_client="skip", batch_size=500))
 
 
 def test_errors_of_methods_say_where(tmp_path: Path) -> None:

@@ -146,14 +146,23 @@ def _label_list(labels: Array, where: str) -> Array:
         if odd.any():
             row = int(np.argmax(odd))
             raise UserError(f"{where} holds {labels[row]} in row {row}; labels must be whole numbers or names")
+        _refuse_large(labels, 2.0**53, where)
         return labels.astype(np.int64)
     if labels.dtype.kind == "S":
         return np.char.decode(labels, "utf-8", "replace")
     if labels.dtype.kind in "biu":
+        if labels.dtype.kind == "u":
+            _refuse_large(labels, 2**63 - 1, where)
         return labels.astype(np.int64)
     if labels.dtype.kind != "U":
         raise UserError(f"{where} is of type {labels.dtype}; labels must be whole numbers or names")
     return labels
+
+
+def _refuse_large(labels: Array, limit: float, where: str) -> None:
+    """Numbers that two labels may share once they are 64-bit integers."""
+    if len(labels) and bool((np.abs(labels) if labels.dtype.kind == "f" else labels).max() > limit):
+        raise UserError(f"{where} holds {labels.max()}; labels that are numbers must not exceed {limit:.0f}")
 
 
 def _class_names(found: Array, names: Array | None, where: str) -> tuple[str, ...]:

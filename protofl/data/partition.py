@@ -272,6 +272,8 @@ def _client_wise(rs: RandomState, y: IntArray, classes: int, clients: int, beta:
     for of_class in rows:
         rs.shuffle(of_class)
     mixes = rs.dirichlet(np.full(classes, beta), size=clients)
+    if not (np.isfinite(mixes).all() and np.allclose(mixes.sum(1), 1)):
+        raise UserError(f"dir_client: beta {beta:g} is so small that class mixes underflow: use 0.001 or more")
     left = np.array([len(of_class) for of_class in rows])
     parts = []
     for mix, size in zip(mixes, _equal_sizes(len(y), clients), strict=True):
@@ -289,7 +291,7 @@ def _client_wise(rs: RandomState, y: IntArray, classes: int, clients: int, beta:
 def _choose(mix: IntArray, left: IntArray, u: IntArray) -> IntArray:
     """Class by draw: the first whose cumulated share exceeds u times the total."""
     share = np.where(left > 0, mix, 0.0)
-    if not share.sum() > 0:  # zero, or NaN where a tiny beta underflows
+    if not share.sum() > 0:  # all classes of the mix have run out
         share = (left > 0).astype(np.float64)
     edges = np.cumsum(share)
     last = np.searchsorted(edges, edges[-1], side="left")  # u times the total can round up to the total

@@ -18,7 +18,7 @@ from torch import Tensor
 from torch.utils import _pytree as pytree
 
 from ..errors import UserError
-from ..method import OFF, Batch, Collect, Group, Survey, Train, View
+from ..method import OFF, Batch, Collect, Diverged, Group, Survey, Train, View
 from ..tree import Tree, tensors
 
 if TYPE_CHECKING:
@@ -180,6 +180,14 @@ class Engine:
                 waiting = [j for j in waiting if id(j) not in done]
         return [job.result for job in jobs]
 
+    def finished(self, jobs: list[Job]) -> list[tuple[Tree, Tree]]:
+        """The same for programs of an exchange, which return (upload, changes of own)."""
+        for job, result in zip(jobs, self.run(jobs)):
+            if not (isinstance(result, tuple) and len(result) == 2 and all(isinstance(t, Tree) for t in result)):
+                wrong = TypeError(f"a program returns (upload, changes of own), two trees, not {type(result).__name__}")
+                raise described(wrong, getattr(job.program, "__qualname__", str(job.program)), [job])
+        return [job.result for job in jobs]
+
     def _advance(self, job: Job, answer: Any = None) -> bool:
         began = time.perf_counter()
         try:
@@ -293,7 +301,7 @@ def located(function: Callable[..., Any], t: int, who: str, shared: Tree) -> Ite
     """What raises within is reported with its place: function, round, who, shapes."""
     try:
         yield
-    except (MethodError, UserError):
+    except (MethodError, UserError, Diverged):
         raise
     except Exception as e:
         name = getattr(function, "__qualname__", str(function))

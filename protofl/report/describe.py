@@ -9,6 +9,7 @@ import pandas as pd
 
 from .. import options
 from ..protocol import Protocol
+from . import frames
 from .groups import Entry, Setting
 from .markdown import escape, table
 from .read import Run, number
@@ -104,6 +105,9 @@ def _split(s: Setting) -> str:
     parts += [f"index hash {escape(' / '.join(hashes))}"] if hashes else []
     same = p.get("partition_seed") != "run"
     parts += [f"count hash {escape(part['count_hash'])}"] if part.get("count_hash") and same else []
+    sizes = [sum(row) for row in counts] if (counts := frames.counts(part)) is not None else []
+    parts += [f"sizes {min(sizes):,} to {max(sizes):,}"] if sizes else []
+    parts += [f"**{sizes.count(0)} clients without data**"] if 0 in sizes else []
     skew = part.get("skew")
     figures = {k: v for k, v in skew.items() if number(v) is not None} if isinstance(skew, dict) else {}
     parts += [f"{escape(SKEW.get(k, k))} {v:.3g}" for k, v in figures.items()]

@@ -357,3 +357,10 @@ def test_a_pickled_file_is_refused(tmp_path: Path) -> None:
     np.savez(tmp_path / "s.npz", indices=np.array([[1], None], dtype=object), sizes=np.array([1]))
     with pytest.raises(UserError, match="cannot be read"):
         load(tmp_path / "s.npz", DIGITS)
+
+
+@pytest.mark.parametrize("beta", [1e-4, 1e-300])
+def test_mixes_that_underflow_are_refused(beta: float) -> None:
+    """They would turn into equal shares without a word."""
+    with pytest.raises(UserError, match="underflow"):
+        partition(np.arange(1000) % 10, scheme="dir_client", clients=10, beta=beta, seed=0, classes=10)
