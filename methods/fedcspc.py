@@ -122,6 +122,8 @@ class Cspc(Method):
     previous_calibrated: head, the last (H, F)).
     """
 
+    cost: ClassVar[float] = 3.5
+
     # fmt: off
     n_clusters: int = number(
         3, 1, 2, 4, low=1, why="k: middle of the paper's set; the code has one", source="FedCSPC 5")

@@ -91,6 +91,8 @@ WEIGHTS: dict[str, Weight] = {
 class FedNH(Method):
     """shared: net (the body and `scale` [1]), proto W [K, d]. upload: net, m Rows n_c mu_c [K, d], n [K]."""
 
+    cost: ClassVar[float] = 1.2
+
     # fmt: off
     preset: str = choice(
         "paper", "official_code", why="the text before the code; on Tiny-ImageNet official_code needs "

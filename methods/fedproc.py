@@ -90,6 +90,8 @@ class FedProc(FedAvg):
     own: proto=the client's means of its last participation (unless loss_prototype_source=global).
     """
 
+    cost: ClassVar[float] = 1.4
+
     presets: ClassVar[Mapping[str, Mapping[str, Any]]] = {
         "paper": {},
         "official_code": {

@@ -48,6 +48,8 @@ class MOON(FedAvg):
     averaging; last, the round of the latest.
     """
 
+    cost: ClassVar[float] = 1.6
+
     presets: ClassVar[Mapping[str, Mapping[str, Any]]] = {
         "paper": {},
         "official_code": {"first_prev": "own_init_late"},

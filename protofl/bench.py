@@ -23,11 +23,11 @@ from .progress import Display, duration
 from .protocol import digest
 from .run import Prepared
 
-RATES = {"loop": 5e9, "batched": 4e9}
-"""Training arithmetic per second and process (multiply-adds, forward and backward), for the estimate of --dry-run."""
+RATE = 4e10
+"""Multiply-adds per second and process, for the estimate of --dry-run."""
 
-STEP_SECONDS = 4e-4
-"""What a step costs beside its arithmetic."""
+STEP_SECONDS = {"loop": 6e-3, "batched": 5e-4}
+"""What a client's step costs beside its multiply-adds, by engine."""
 
 
 @dataclass(frozen=True)
@@ -51,13 +51,12 @@ class Planned:
     def seconds(self) -> float:
         """A rough estimate of the time that is left for it, on one core of this kind of machine."""
         p, ready = self.ready.cell.protocol, self.ready
-        counts = ready.split.counts.sum(1)
-        samples = float(counts.mean()) * max(1, int(p.participation * p.clients + 1e-9)) * p.local_epochs
-        work = samples * 3 * ready.net.macs() / RATES[ready.document["network"]["engine"]]
-        steps = samples / p.batch_size * STEP_SECONDS / (1 if ready.document["network"]["engine"] == "loop" else 5)
-        personal = max(1, int(p.participation * p.clients + 1e-9)) if len(p.metrics) > 1 else 0
-        tests = (1 + personal) * len(ready.data.y_test) * ready.net.macs() / RATES["loop"] / p.eval_every
-        return self.left * (ready.method.cost * (work + steps) + tests)
+        drawn = max(1, int(p.participation * p.clients + 1e-9))
+        samples, macs = float(ready.split.sizes.mean()) * drawn * p.local_epochs, ready.net.macs()
+        steps = samples / p.batch_size * STEP_SECONDS[ready.document["network"]["engine"]]
+        train = samples * 3 * macs / RATE + steps
+        tested = 1 + (drawn if len(p.metrics) > 1 else 0)
+        return self.left * (ready.method.cost * train + tested * len(ready.data.y_test) * macs / RATE / p.eval_every)
 
 
 def plan(cells: Sequence[Cell], results: Path) -> list[Planned]:
@@ -70,6 +69,16 @@ def plan(cells: Sequence[Cell], results: Path) -> list[Planned]:
         done = len([r for r in store.rows() if r["round"] >= 0]) if folder.is_dir() else 0
         planned.setdefault(ready.digest, Planned(ready, folder, min(done, cell.protocol.rounds), store.done))
     return list(planned.values())
+
+
+def setting(planned: Sequence[Planned]) -> str:
+    """What a table is about to run under, in a line: nobody should have to guess what a data set chose."""
+    p, ready = planned[0].ready.cell.protocol, planned[0].ready
+    return (
+        f"{ready.data.name}: preset {ready.cell.method.preset}, {ready.net.name}, {p.clients} clients, "
+        f"participation {p.participation:g}, {p.partition}, {p.rounds} rounds of {p.local_epochs} local epochs, "
+        f"batch {p.batch_size}, lr {p.client_lr:g}; measured: {', '.join(p.metrics)}"
+    )
 
 
 def priced(planned: Sequence[Planned], count: int) -> Table:

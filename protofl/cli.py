@@ -21,7 +21,7 @@ app = typer.Typer(
 datasets_app = typer.Typer(help="Data sets: which are known, where they are looked for, whether they are found.",
                            invoke_without_command=True)  # fmt: skip
 app.add_typer(datasets_app, name="datasets")
-out = Console()
+out = Console(width=None if sys.stdout.isatty() or "COLUMNS" in os.environ else 120)
 
 SHARED = "default: as the preset says"
 Text = Optional[str]  # noqa: UP045 - typer reads it
@@ -117,6 +117,7 @@ def bench(
     from . import bench as tables
 
     planned = tables.plan(asked, results)
+    out.print(tables.setting(planned), highlight=False, markup=False)
     if dry_run:
         out.print(tables.priced(planned, min(count, len(planned))))
         return

@@ -56,7 +56,8 @@ def one(name: str) -> Group:
 
 def _options(title: str, fields: Mapping[str, Any]) -> Table:
     table = Table(title=title)
-    for column in ("option", "default", "readings", "reason", "source"):
+    table.add_column("option", no_wrap=True)
+    for column in ("default", "readings", "reason", "source"):
         table.add_column(column, overflow="fold")
     for name, field in fields.items():
         o = options.option(field)
