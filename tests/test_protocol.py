@@ -45,7 +45,7 @@ def test_values_of_the_settings() -> None:
     assert protocol.method_setting("moon.cifar100_n100", "moon") == {"mu": 1.0}  # over its base's table
     assert protocol.method_setting("moon.cifar100_n100", "fedprox") == {"mu": 0.001}  # from its base
     assert protocol.method_setting("fedcspc.cifar100", "moon") == {"mu": 1.0}
-    assert protocol.method_setting("digits.digits", "fedcspc") == {"calib_epochs": 5}
+    assert protocol.method_setting("digits.digits", "fedcspc") == {"calib_epochs": 10}
 
 
 def test_the_data_set_chooses_the_preset() -> None:
