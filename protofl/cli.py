@@ -99,6 +99,7 @@ def bench(
 
     Re-running a command reuses finished runs and resumes begun ones.
     """
+    from . import inputs
     from .experiment import Settings, cells, read_suite
 
     settings = Settings()
@@ -112,9 +113,11 @@ def bench(
     )  # fmt: skip
     _take(settings, given, set_)
     asked = cells(settings)
-    count = _workers(workers)
+    inputs.check(asked)
 
-    from . import bench as tables
+    from . import bench as tables  # from here on torch is needed, which takes seconds to import
+
+    count = _workers(workers)
 
     planned = tables.plan(asked, results)
     out.print(tables.setting(planned), highlight=False, markup=False)

@@ -86,14 +86,14 @@ def all_datasets(data_dir: Path | None) -> Table:
 
 def split(cell: Cell, console: Console, figure: str | None, save: str | None) -> None:
     """Show the split of a cell; draw or save it."""
-    from . import run
+    from . import inputs
     from .data.partition import save as save_split
 
     for path in filter(None, (figure, save)):
         if not Path(path).resolve().parent.is_dir():
             raise UserError(f"{path!r}: its folder does not exist")
-    data = run.load_data(cell.protocol.dataset, cell.data_dir, cell.protocol.data_order)
-    made = run.split(cell.protocol, cell.data_dir)
+    data = inputs.load_data(cell.protocol.dataset, cell.data_dir, cell.protocol.data_order)
+    made = inputs.split(cell.protocol, cell.data_dir)
     table = Table(title=f"{data.name}, {cell.protocol.partition}: samples by client and class")
     for column in ("client", *data.classes, "all"):
         table.add_column(Text(column), justify="right")

@@ -3,7 +3,6 @@
 from __future__ import annotations
 
 import dataclasses
-import functools
 import math
 import re
 import time
@@ -16,18 +15,17 @@ import numpy as np
 import torch
 from threadpoolctl import threadpool_limits
 
-from . import data as datasets
 from . import nets, records, registry
 from . import protocol as protocols
 from .cells import Cell
+from .data import Data
 from .data.augment import Pipeline
 from .data.partition import Partition
-from .data.partition import load as load_split
-from .data.partition import partition as make_split
 from .engine.base import located
 from .errors import UserError
 from .evaluate import Scored, TestSet, global_row, personal_row, score
 from .federation import DTYPES, DictMemory, Federation, Memory, Round, RunTask, initial_weights
+from .inputs import load_data, split
 from .method import Diverged, Method, Model
 from .nets import Net
 from .protocol import NUMBERS, Protocol
@@ -45,7 +43,7 @@ class Prepared:
 
     cell: Cell
     method: Method
-    data: datasets.Data
+    data: Data
     split: Partition
     net: Net
     document: dict[str, Any]
@@ -67,41 +65,7 @@ def _portable(name: str) -> str:
     return "".join(c if c.isalnum() or c in "-_." else "_" for c in name)
 
 
-@functools.lru_cache(maxsize=4)
-def load_data(name: str, data_dir: str | None, order: str) -> datasets.Data:
-    """A data set, once per process."""
-    return datasets.load(name, Path(data_dir) if data_dir else None, order)
-
-
-@functools.lru_cache(maxsize=64)
-def _split(data_key: tuple[str, str | None, str], fields: tuple[tuple[str, Any], ...], file: str) -> Partition:
-    data = load_data(*data_key)
-    if file:
-        return load_split(Path(file), data.y_train, len(data.classes))
-    return make_split(data.y_train, classes=len(data.classes), **dict(fields))
-
-
-def split(protocol: Protocol, data_dir: str | None) -> Partition:
-    """The partition: a function of data, scheme, beta, clients and partition seed, and of nothing else."""
-    p = protocol
-    key = (p.dataset, data_dir, p.data_order)
-    if p.partition == "file":
-        made = _split(key, (), p.partition_file)
-        if len(made.indices) != p.clients:
-            raise UserError(
-                f"{p.partition_file} splits among {len(made.indices)} clients: set --clients {len(made.indices)}"
-            )
-        return made
-    classes = p.partition_min_classes if p.partition == "dir_class_fednh" else None  # a rule of that scheme alone
-    fields = dict(
-        scheme=p.partition, clients=p.clients, beta=p.beta, seed=p.split_seed(), min_size=p.partition_min_size,
-        min_classes=classes, cap=p.partition_cap, max_tries=p.max_tries, on_min_fail=p.on_min_fail,
-        alpha_convention=p.alpha_convention,
-    )  # fmt: skip
-    return _split(key, tuple(fields.items()), "")
-
-
-def network(protocol: Protocol, data: datasets.Data) -> Net:
+def network(protocol: Protocol, data: Data) -> Net:
     """The network of an experiment, for these images and classes."""
     p = protocol
     return nets.build(
@@ -111,7 +75,7 @@ def network(protocol: Protocol, data: datasets.Data) -> Net:
     )  # fmt: skip
 
 
-def pipeline(protocol: Protocol, data: datasets.Data) -> Pipeline:
+def pipeline(protocol: Protocol, data: Data) -> Pipeline:
     """The transform of an experiment."""
     shape = tuple(data.x_train.shape[1:])
     return Pipeline(protocol.augment, protocol.mean, protocol.std, data.scale, shape, DTYPES[protocol.precision])
