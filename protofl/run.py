@@ -130,6 +130,7 @@ def prepare(cell: Cell) -> Prepared:
         },
         "partition": {
             "counts": made.counts.tolist(), "index_hash": made.index_hash(), "count_hash": made.count_hash(),
+            "min_size": int(made.min_size), "one_class": int(made.one_class),
             "attempts": made.attempts, "note": made.note, "skew": dataclasses.asdict(made.skew),
         },
         "network": {"name": net.name, "engine": engine, "parameters": net.count()},

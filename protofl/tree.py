@@ -44,14 +44,6 @@ class Tree(dict[str, Any]):
         """The entries of these names (another tree will do), in their order."""
         return Tree({k: self[k] for k in names})
 
-    def prefixed(self, head: str) -> Tree:
-        """Every name with `head` put before it."""
-        return Tree({head + k: v for k, v in self.items()})
-
-    def stripped(self, head: str) -> Tree:
-        """The entries whose names begin with `head`, without it."""
-        return Tree({k[len(head) :]: v for k, v in self.items() if k.startswith(head)})
-
     def _pair(self, other: Any, op: Callable[[Any, Any], Any]) -> Tree:
         """By name; the left side decides which names, the right side must have them all."""
         if not isinstance(other, dict):

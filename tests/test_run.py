@@ -237,6 +237,7 @@ def test_records_of_a_run(tmp_path: Path) -> None:
     assert [r["round"] for r in got] == [-1, 0, 1, 2, 3, 4, 5]
     assert document["network"]["w0"] == "dde420edae6c80fb" and document["network"]["parameters"]["total"] == 23146
     assert np.array(document["partition"]["counts"]).sum() == 1442
+    assert (document["partition"]["min_size"], document["partition"]["one_class"]) == (47, 0)
     assert np.array(summary["confusion"]).sum() == 355 and summary["status"] == "finished"
     assert np.trace(np.array(summary["confusion"])) / 355 == got[-1]["gm"]
     assert len(list((folder / "prototypes").glob("*.npz"))) == 5
