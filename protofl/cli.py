@@ -114,10 +114,13 @@ def bench(
     _take(settings, given, set_)
     asked = cells(settings)
     inputs.check(asked)
+    count = _workers(workers)
+    if min(count, len(asked)) > 1 and not dry_run:
+        from .engine.workers import warm
+
+        warm(["protofl.bench", *(f"protofl.methods.{c.method.name}" for c in asked if c.method.name.isidentifier())])
 
     from . import bench as tables  # from here on torch is needed, which takes seconds to import
-
-    count = _workers(workers)
 
     planned = tables.plan(asked, results)
     out.print(tables.setting(planned), highlight=False, markup=False)

@@ -116,6 +116,8 @@ def cells(settings: Settings) -> list[Cell]:
         if method not in labels:
             registry.known(method)
             raise UserError(f"options are set for {method}, which the table does not have: add it to --methods")
+    for method in settings.methods:
+        registry.check_options(method, settings.options.get(registry.label(method), {}))
     preset, fields = _fields(settings)
     seeds, betas = settings.seeds or fields.pop("seeds", [0, 1, 2]), settings.betas or [fields["beta"]]
     fields.pop("seeds", None)

@@ -15,8 +15,9 @@ from torch import Tensor
 
 from . import rng
 from .data.augment import Pipeline
-from .engine import ENGINES, Engine, Job, Loop, choose
-from .engine.base import located
+from .engine.base import Engine, Job, located
+from .engine.loop import Loop
+from .engine.rule import ENGINES, choose
 from .method import Client, Exchange, Last, Method, Model, Server, Task, Train
 from .nets import Net
 from .protocol import Protocol

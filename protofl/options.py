@@ -8,7 +8,7 @@ from __future__ import annotations
 
 import dataclasses
 import math
-from collections.abc import Mapping
+from collections.abc import Iterable, Mapping
 from typing import Any
 
 from .errors import UserError, nearest
@@ -99,12 +99,15 @@ def read(cls: Any, given: Mapping[str, Any], owner: str) -> dict[str, Any]:
     out = {}
     for name, raw in given.items():
         if name not in known:
-            raise UserError(
-                f"{owner or 'the protocol'} has no option {name!r}{nearest(name, known)}; "
-                f"it has: {', '.join(known) or 'none'}"
-            )
+            raise UserError(unknown(owner or "the protocol", name, known))
         out[name] = convert(known[name], raw, f"{owner} {name}".strip())
     return out
+
+
+def unknown(owner: str, name: str, known: Iterable[str]) -> str:
+    """What is said of an option that `owner` does not have."""
+    known = list(known)
+    return f"{owner} has no option {name!r}{nearest(name, known)}; it has: {', '.join(known) or 'none'}"
 
 
 def convert(field: dataclasses.Field[Any], raw: Any, label: str) -> Any:

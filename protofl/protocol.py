@@ -233,5 +233,5 @@ def method_setting(name: str, method: str) -> dict[str, Any]:
 
 def default_preset(dataset: str) -> str | None:
     """The setting that a data set chooses where none is asked for; None: moon.common without augmentation."""
-    return {"digits": "digits.digits", "cifar10": "moon.cifar10", "cifar100": "moon.cifar100",
+    return {"digits": "digits.quick", "cifar10": "moon.cifar10", "cifar100": "moon.cifar100",
             "tiny-imagenet": "fednh.tinyimagenet", "vireo172": "fedcspc.vireofood172"}.get(dataset)  # fmt: skip

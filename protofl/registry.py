@@ -2,6 +2,7 @@
 
 from __future__ import annotations
 
+import ast
 import dataclasses
 import functools
 import hashlib
@@ -9,7 +10,7 @@ import importlib
 import importlib.metadata
 import importlib.util
 import sys
-from collections.abc import Mapping
+from collections.abc import Iterable, Mapping
 from pathlib import Path
 from types import ModuleType
 from typing import TYPE_CHECKING, Any
@@ -101,6 +102,56 @@ def load(name: str) -> type[Method]:
         raise UserError(f"{name!r} must define one method named {label(name)!r}; it defines: "
                         f"{', '.join(c.__name__ for c in mine) or 'none'}")  # fmt: skip
     return named[0]
+
+
+def check_options(name: str, given: Iterable[str]) -> None:
+    """Refuse misspelt options of a method by reading its source: importing it would take seconds."""
+    path = _source(name)
+    options_there = None if path is None else _declared(path, label(name))
+    if options_there is None:
+        return  # found wrong, if it is, once the class is loaded
+    known = set(options_there) | set(options.fields(protocol.Protocol))
+    for option in given:
+        if option not in known:
+            raise UserError(options.unknown(label(name), option, options_there))
+
+
+def _source(name: str) -> Path | None:
+    """The file of a method of this package, or one that was given."""
+    if is_path(name):
+        return Path(name)
+    spec = importlib.util.find_spec(f"protofl.methods.{name}")
+    return Path(spec.origin) if spec is not None and spec.origin else None
+
+
+def _declared(path: Path, name: str) -> list[str] | None:
+    """The options that a class of a file declares or inherits; None: not to be seen from the source."""
+    try:
+        tree = ast.parse(path.read_text("utf-8"))
+    except (OSError, SyntaxError, UnicodeDecodeError):
+        return None
+    classes = {n.name.lower(): n for n in tree.body if isinstance(n, ast.ClassDef)}
+    imported = {
+        a.asname or a.name: (n.module or "") for n in tree.body if isinstance(n, ast.ImportFrom) for a in n.names
+    }
+    found = classes.get(name.lower())
+    if found is None:
+        return None
+    out: list[str] = []
+    for base in found.bases:
+        mine: list[str] | None = None
+        if isinstance(base, ast.Name) and base.id.lower() in classes:
+            mine = _declared(path, base.id)
+        elif isinstance(base, ast.Name) and base.id == "Method":
+            mine = []
+        elif isinstance(base, ast.Name) and base.id in imported:
+            parent = _source(imported[base.id].rpartition(".")[2])
+            mine = None if parent is None else _declared(parent, base.id)
+        if mine is None:
+            return None
+        out += mine
+    own = [n for n in found.body if isinstance(n, ast.AnnAssign) and "ClassVar" not in ast.unparse(n.annotation)]
+    return list(dict.fromkeys([*out, *(n.target.id for n in own if isinstance(n.target, ast.Name))]))
 
 
 def source_hash(name: str) -> str:

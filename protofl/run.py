@@ -22,6 +22,7 @@ from .data import Data
 from .data.augment import Pipeline
 from .data.partition import Partition
 from .engine.base import located
+from .engine.rule import choose
 from .errors import UserError
 from .evaluate import Scored, TestSet, global_row, personal_row, score
 from .federation import DTYPES, DictMemory, Federation, Memory, Round, RunTask, initial_weights
@@ -83,8 +84,6 @@ def pipeline(protocol: Protocol, data: Data) -> Pipeline:
 
 def prepare(cell: Cell) -> Prepared:
     """Check a cell and find all that it hangs on; raises `UserError` before any work starts."""
-    from .engine import choose
-
     p = cell.protocol
     data = load_data(p.dataset, cell.data_dir, p.data_order)
     net = network(p, data)

@@ -16,7 +16,7 @@ from typing import Any
 import pytest
 from rich.console import Console
 
-from protofl import cli
+from protofl import cli, options, registry
 from protofl.records import read_rows
 
 PROTOFL = [sys.executable, "-c", "from protofl.cli import main; main()"]
@@ -333,7 +333,7 @@ def test_bad_input(
     words: list[str], said: str, trap: Path, capfd: pytest.CaptureFixture[str], monkeypatch: Any
 ) -> None:
     """Through the same entry point, in this process: one line, exit code 2, nothing trained or written."""
-    from protofl import cli, run
+    from protofl import run
 
     monkeypatch.chdir(trap)
     monkeypatch.setenv("PROTOFL_DATA", str(trap / "empty"))
@@ -348,9 +348,16 @@ def test_bad_input(
     assert sorted(trap.rglob("*")) == before
 
 
+@pytest.mark.parametrize("name", registry.names())
+def test_options_read_from_the_source_are_those_of_the_class(name: str) -> None:
+    declared = registry._declared(registry._source(name), name)  # type: ignore[arg-type]
+    assert sorted(declared or []) == sorted(options.fields(registry.load(name)))
+
+
 @pytest.mark.parametrize(
     "words", ["--methods fedprocc", "--clients 5000", "--dataset cifar1", "--dataset cifar10 --data-dir nowhere",
-              "--dataset broken.npz", "--beta 0", "--set lrr=1", "--partition-file nothere.npz"]
+              "--dataset broken.npz", "--beta 0", "--set lrr=1", "--partition-file nothere.npz",
+              "--set moon.temperatur=1", "--set fedcspc.kapa=1", "--workers 0"]
 )  # fmt: skip
 def test_bad_input_ends_quickly(words: str, trap: Path) -> None:
     """Names, data and splits are checked before torch is imported, which takes seconds."""

@@ -12,8 +12,8 @@ from protofl.methods.fedavg import FedAvg
 from toy import SIZES, build, everything, gap, images, toy
 
 from protofl import registry, rng
-from protofl.engine import Loop
 from protofl.engine.base import MethodError
+from protofl.engine.loop import Loop
 from protofl.method import Collect, Group, Model, Survey, Train, Tree
 
 QUICK = {"fedcspc": {"calib_epochs": 3}}

@@ -46,6 +46,9 @@ def test_values_of_the_settings() -> None:
     assert protocol.method_setting("moon.cifar100_n100", "fedprox") == {"mu": 0.001}  # from its base
     assert protocol.method_setting("fedcspc.cifar100", "moon") == {"mu": 1.0}
     assert protocol.method_setting("digits.digits", "fedcspc") == {"calib_epochs": 10}
+    assert protocol.method_setting("digits.quick", "fedcspc") == {"calib_epochs": 5}
+    quick, full = protocol.preset("digits.quick"), protocol.preset("digits.digits")
+    assert {k for k in full if quick[k] != full[k]} == {"rounds", "local_epochs", "client_lr", "lr_decay_per_round"}
 
 
 def test_the_data_set_chooses_the_preset() -> None:

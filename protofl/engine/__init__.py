@@ -1,21 +1,4 @@
-"""How client programs are answered: one after the other (`loop`, the definition) or many in one call (`batched`)."""
+"""How client programs are answered: one after the other (`loop`, the definition) or many in one call (`batched`).
 
-from __future__ import annotations
-
-from .base import Engine, Job
-from .batched import Batched
-from .loop import Loop
-
-__all__ = ["ENGINES", "Batched", "Engine", "Job", "Loop", "choose"]
-
-ENGINES: dict[str, type[Engine]] = {"loop": Loop, "batched": Batched}
-
-TINY = ("mlp", "mlp_plain")
-"""Nets whose step costs more in calls than in arithmetic: batched is faster on a CPU."""
-
-
-def choose(engine: str, model: str, device: str) -> str:
-    """The engine behind `auto`: a fixed rule of network and device, since the kind of arithmetic moves last bits."""
-    if engine != "auto":
-        return engine
-    return "batched" if device.startswith("cuda") or model in TINY else "loop"
+`workers` spreads whole cells over processes. Imports nothing here: workers are started before torch is needed.
+"""

@@ -27,6 +27,21 @@ def cores() -> int:
     return len(os.sched_getaffinity(0)) if hasattr(os, "sched_getaffinity") else os.cpu_count() or 1
 
 
+def _context() -> Any:
+    """Where it exists a server that has everything imported and forks workers; else every worker imports anew."""
+    return mp.get_context("forkserver" if "forkserver" in mp.get_all_start_methods() else "spawn")
+
+
+def warm(modules: Sequence[str]) -> None:
+    """Begin to import what workers will need, in the process that forks them, while this one does other things."""
+    context = _context()
+    if context.get_start_method() == "forkserver":
+        from multiprocessing import forkserver
+
+        context.set_forkserver_preload(list(modules))
+        forkserver.ensure_running()
+
+
 def _outlive_no_parent() -> None:
     """End this process when its parent is gone."""
     parent = mp.parent_process()
@@ -55,7 +70,7 @@ class Worker:
     """One process and the pipe to it."""
 
     def __init__(self, job: Work) -> None:
-        context = mp.get_context("spawn")
+        context = _context()
         self.pipe, theirs = context.Pipe()
         self.process = context.Process(target=_serve, args=(theirs, job), daemon=True)
         self.process.start()

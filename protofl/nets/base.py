@@ -220,8 +220,8 @@ class Net:
 
     def macs(self) -> int:
         """Multiply-adds of convolutions and linear layers in the forward pass of one sample."""
-        w = Tree({e.name: torch.empty(e.shape, device="meta") for e in self.table()})
-        x = torch.empty(1, self.shape[2], *self.shape[:2], device="meta")
+        w = Tree({e.name: torch.zeros(e.shape) for e in self.table()})
+        x = torch.zeros(1, self.shape[2], *self.shape[:2])
         counter = _Multiplications()
         with counter, torch.no_grad():
             self.bound("eval")(w, x)

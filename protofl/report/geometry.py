@@ -28,7 +28,7 @@ COLUMNS = [
     "y",
 ]
 
-MOST = 2000
+MOST = 500
 """More client means than this are thinned out."""
 
 LARGEST = 1e15

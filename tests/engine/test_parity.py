@@ -12,8 +12,8 @@ from toy import ToyBN, build, everything, gap, outputs, toy
 
 from protofl import options, registry
 from protofl.engine import batched as engine_module
-from protofl.engine import choose
 from protofl.engine.batched import Batched
+from protofl.engine.rule import choose
 from protofl.errors import UserError
 from protofl.tree import Tree
 
