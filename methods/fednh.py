@@ -37,6 +37,7 @@ from torch import Tensor
 from protofl.errors import UserError
 from protofl.method import (
     Batch,
+    Bill,
     Client,
     Diverged,
     Group,
@@ -162,6 +163,12 @@ class FedNH(Method):
     def fixed(self) -> bool:
         """Whether this is FedUH."""
         return self.rho == 1
+
+    def bill(self) -> Bill:
+        """The scale is one more parameter; B here is the body, without a projection that is not read."""
+        if self.fixed:
+            return Bill("B + 1", "B + 1")
+        return Bill("B + 1 + K*q", "B + 1 + K_i*q + K*int", forward="n")
 
     def check(self, protocol: Protocol, net: Net) -> None:
         if self.proto_init == "orthogonal" and net.classes > self.width(net):

@@ -38,6 +38,7 @@ from torch import Tensor
 from protofl.errors import UserError
 from protofl.method import (
     Batch,
+    Bill,
     Client,
     Exchange,
     Last,
@@ -218,6 +219,10 @@ class FedProc(FedAvg):
         )
         sums, w = answer if mode == "train" else (answer, w)
         return w, Tree(proto=prototypes.class_means(sums), n=sums.n.round().long())
+
+    def bill(self) -> Bill:
+        state = "K_i*z" if self.loss_prototype_source == "local" else "0"
+        return Bill("P + K_t*z", "P + K_i*z + K*int", forward="n", state=state)
 
     def memory(self, upload: Tree) -> Tree:
         """What a client keeps: its own means where the loss reads them."""

@@ -29,7 +29,7 @@ import torch
 import torch.nn.functional as F
 from torch import Tensor
 
-from protofl.method import Batch, Client, Program, Train, Tree, View, choice, number
+from protofl.method import Batch, Bill, Client, Program, Train, Tree, View, choice, number
 
 from .fedavg import FedAvg
 from .prototypes import alive, unit
@@ -81,6 +81,14 @@ class MOON(FedAvg):
     second_term: str = choice(
         "contrastive", "l2", "none", why="the others are the paper's ablation", source="MOON eq. 4, Table 5"
     )
+
+    def bill(self) -> Bill:
+        if self.second_term == "none":
+            return Bill()
+        if self.second_term == "l2":
+            return Bill(forward="E*n")
+        models = self.prev_buffer
+        return Bill(forward=f"{1 + models}*E*n", state=f"{models}*P + int")
 
     def representation(self, r: Tensor, z: Tensor) -> Tensor:
         """What is contrasted [rows, Q], of r [rows, d] and z [rows, Q]."""

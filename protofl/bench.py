@@ -46,11 +46,11 @@ class Planned:
     @property
     def left(self) -> int:
         """Rounds still to play."""
-        return 0 if self.finished else self.ready.cell.protocol.rounds - self.done
+        return 0 if self.finished else self.ready.protocol.rounds - self.done
 
     def seconds(self) -> float:
         """A rough estimate of the time that is left for it, on one core of this kind of machine."""
-        p, ready = self.ready.cell.protocol, self.ready
+        p, ready = self.ready.protocol, self.ready
         drawn = max(1, int(p.participation * p.clients + 1e-9))
         samples, macs = float(ready.split.sizes.mean()) * drawn * p.local_epochs, ready.net.macs()
         steps = samples / p.batch_size * STEP_SECONDS[ready.document["network"]["engine"]]
@@ -67,7 +67,7 @@ def plan(cells: Sequence[Cell], results: Path) -> list[Planned]:
         folder = results / ready.folder
         store = records.RunFolder(folder)
         done = len([r for r in store.rows() if r["round"] >= 0]) if folder.is_dir() else 0
-        planned.setdefault(ready.digest, Planned(ready, folder, min(done, cell.protocol.rounds), store.done))
+        planned.setdefault(ready.digest, Planned(ready, folder, min(done, ready.protocol.rounds), store.done))
     return list(planned.values())
 
 
@@ -88,7 +88,7 @@ def priced(planned: Sequence[Planned], count: int) -> Table:
         table.add_column(column)
     for p in planned:
         there = "finished" if p.finished else f"{p.done} rounds" if p.done else "-"
-        rounds = str(p.ready.cell.protocol.rounds)
+        rounds = str(p.ready.protocol.rounds)
         table.add_row(p.label, p.ready.digest, rounds, there, duration(p.seconds()))
     total = sum(p.seconds() for p in planned)
     longest = max((p.seconds() for p in planned), default=0.0)

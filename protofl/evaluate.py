@@ -13,14 +13,11 @@ import torch.nn.functional as F
 from torch import Tensor
 
 from .data.augment import Pipeline
-from .method import Model
+from .method import WEIGHTINGS, Model
 from .nets import Net
 
 READ = 500
 """Test images per call: fixed, since its size moves last bits."""
-
-WEIGHTS = ("uniform", "v", "l")
-"""Class weightings of protocol 5.2: all classes alike, those that the client has, as often as the client has them."""
 
 
 @dataclass(frozen=True)
@@ -44,11 +41,13 @@ class Scored:
     """What a model got right on the whole test set.
 
     confusion: by the name of the scores, the headline first, [K, K] counts (true class, predicted class), or None
-    where the scores are undefined; loss: mean cross-entropy, None where undefined.
+    where the scores are undefined; loss: mean cross-entropy, None where undefined; only: the weightings under which the
+    headline means something.
     """
 
     confusion: dict[str, np.ndarray | None]
     loss: float | None
+    only: tuple[str, ...] = WEIGHTINGS
 
     @property
     def headline(self) -> np.ndarray | None:
@@ -79,7 +78,7 @@ def score(model: Model, net: Net, test: TestSet) -> Scored:
                 losses.append(F.cross_entropy(told, y, reduction="sum").double())
     loss = None if losses is None else float(torch.stack(losses).sum()) / len(test.y)
     found = {name: None if c is None else c.cpu().numpy() for name, c in confusion.items()}
-    return Scored(found, loss)
+    return Scored(found, loss, model.only)
 
 
 def accuracy(confusion: np.ndarray | None) -> float | None:
@@ -129,20 +128,38 @@ def personal_row(
     counts: [N, K] training samples of all clients; per_class: [K] test samples; empty: clients of the population
     that have no data, and hence no model.
     """
+    names = list(dict.fromkeys(name for one in scored.values() for name in one.confusion))
+    each = {name: _each(scored, name, counts, per_class) for name in names}
+    headline = each[names[0]] if names else {}
     row: dict[str, Any] = {}
-    each: dict[str, list[float | None]] = {}
-    for i, one in scored.items():
-        right = None if one.headline is None else np.diag(one.headline)
-        for name, weights in class_weights(counts[i]).items():
-            value = None
-            if right is not None and counts[i].sum():
-                value = personal_accuracy(right, per_class, weights)
-            each.setdefault(name, []).append(value)
-    for name in WEIGHTS:
-        values = [v for v in each.get(name, []) if v is not None]
-        row[f"pm_{name}"] = float(np.mean(values)) if values else None
-        row[f"pm_{name}_std"], row[f"pm_{name}_worst10"] = fairness(values) if values else (None, None)
-    row["pm_clients"] = sum(v is not None for v in each.get("v", []))
+    for weighting in WEIGHTINGS:
+        values = [v for v in headline.get(weighting, []) if v is not None]
+        row[f"pm_{weighting}"] = float(np.mean(values)) if values else None
+        row[f"pm_{weighting}_std"], row[f"pm_{weighting}_worst10"] = fairness(values) if values else (None, None)
+    row["pm_clients"] = sum(v is not None for v in headline.get("v", []))
     row["pm_skipped"] = len(scored) + empty - row["pm_clients"]
-    row["pm_each"] = {"client": list(scored), **each}
+    row["pm_each"] = {"client": list(scored), **headline}
+    if len(names) > 1:
+        row["pm_scores"] = {name: {w: _mean(values) for w, values in told.items()} for name, told in each.items()}
     return row
+
+
+def _each(
+    scored: Mapping[int, Scored], name: str, counts: np.ndarray, per_class: np.ndarray
+) -> dict[str, list[float | None]]:
+    """acc_i of one kind of scores, by weighting, in the order of the clients."""
+    out: dict[str, list[float | None]] = {w: [] for w in WEIGHTINGS}
+    for i, one in scored.items():
+        confusion = one.confusion.get(name)
+        defined = one.only if name == next(iter(one.confusion)) else WEIGHTINGS
+        for weighting, weights in class_weights(counts[i]).items():
+            value = None
+            if confusion is not None and counts[i].sum() and weighting in defined:
+                value = personal_accuracy(np.diag(confusion), per_class, weights)
+            out[weighting].append(value)
+    return out
+
+
+def _mean(values: list[float | None]) -> float | None:
+    there = [v for v in values if v is not None]
+    return float(np.mean(there)) if there else None

@@ -2,9 +2,10 @@
 
 from __future__ import annotations
 
+import math
 import random
 import time
-from collections.abc import Callable, Mapping
+from collections.abc import Callable, Iterator, Mapping
 from dataclasses import dataclass, field
 from typing import Any
 from typing import Protocol as Interface
@@ -46,6 +47,7 @@ class RunTask(Task):
         self.x: Any = _to(x, self.device)
         self.y = y.to(self.device)
         self.classes, self.clients, self.rounds = net.classes, len(parts), protocol.rounds
+        self.sizes = [len(p) for p in parts]
         self.initial = self._place(initial if initial is not None else initial_weights(net, protocol))
         self.counts = [torch.bincount(self.y[p], minlength=self.classes) for p in parts]
         self.draw = pipeline.draw if pipeline is not None and pipeline.width else None
@@ -112,6 +114,7 @@ class RunClient(Client):
             p.local_epochs,
         )
         self.lr, self.momentum, self.weight_decay = p.learning_rate(max(t, 0)), p.momentum, p.weight_decay
+        self.measured = t >= p.rounds or p.measures(t)
         self.batches = rng.train(p.seed, t, 0 if p.client_seed == "shared" else id)
 
     def steps(self, epochs: int | None = None) -> int:
@@ -226,13 +229,22 @@ class Round:
     t: int
     ids: list[int]  # those that took part, ascending
     drawn: list[int]  # S_t in the order of the draw
-    received: Tree
+    received: list[Tree]  # shared, as each of them got it
     uploads: list[Tree]
-    jobs: list[Job]
+    shown: list[Tree]  # what is neither sent nor kept
     bytes: dict[str, int]
     seconds: dict[str, float]
+    samples: dict[str, int]
+    state_bytes: int  # the largest memory among the clients of this round
     terms: dict[str, float]
+    client_terms: list[Tree]  # means over the steps of each of them
     local: dict[int, Tree] = field(default_factory=dict)  # bn_buffers=local: the clients' own buffers
+
+    @property
+    def lost(self) -> list[int]:
+        """Clients whose loss is not finite."""
+        return [i for i, terms in zip(self.ids, self.client_terms)
+                if not all(math.isfinite(float(v)) for v in terms.values())]  # fmt: skip
 
 
 class Federation:
@@ -250,17 +262,20 @@ class Federation:
 
     # -- who takes part -------------------------------------------------------------------------------------------
 
+    def able(self) -> list[int]:
+        """Clients that have data."""
+        return [i for i, n in enumerate(self.task.sizes) if n]
+
     def drawn(self, t: int) -> list[int]:
         """S_t in the order of the draw (protocol 4.3)."""
         p, n = self.protocol, self.task.clients
-        able = [i for i in range(n) if len(self.task.parts[i])]
         m = max(1, int(p.participation * n + 1e-9))
         if p.client_sampling == "moon_compat":
             earlier = random.Random(p.seed)
             return [earlier.sample(range(n), m) for _ in range(t + 1)][t]
         compat = p.client_sampling == "fednh_compat"
         stream = RandomState((t + 1 + p.seed) % 2**32) if compat else rng.draw(p.seed, t)
-        holds = set(able)
+        holds = set(self.able())
         return [i for i in stream.permutation(n).tolist() if i in holds][:m]
 
     def taking_part(self, t: int) -> list[int]:
@@ -287,8 +302,8 @@ class Federation:
             shared = put_buffers(shared, kept.get("buffers", self.buffers))
         return Job(client, program, shared, self.own(client), kept.get("momenta"))
 
-    def keep(self, job: Job, changes: Tree, buffers: Tree) -> None:
-        """Remember what a program changed; what it does not mention stays."""
+    def keep(self, job: Job, changes: Tree, buffers: Tree) -> int:
+        """Remember what a program changed; what it does not mention stays -> bytes of it."""
         memory = Tree(own=job.own | changes)
         if buffers:
             memory["buffers"] = buffers
@@ -296,6 +311,7 @@ class Federation:
             memory["momenta"] = job.momenta
         if any(memory.values()):
             self.memory.put(job.client.id, memory)
+        return nbytes(memory)
 
     # -- exchanges ------------------------------------------------------------------------------------------------
 
@@ -308,33 +324,43 @@ class Federation:
         """Round t: clients train, the server aggregates."""
         return self.exchange(Exchange(self.method.local, self.method.aggregate), t)
 
-    def exchange(self, exchange: Exchange, t: int) -> Round:
-        """One meeting of the server and S_t."""
-        drawn, ids = self.drawn(max(t, 0)), self.taking_part(max(t, 0))
-        jobs = [self.job(exchange.program, RunClient(self.task, i, t), t) for i in ids]
-        self.engine.seconds = dict.fromkeys(self.engine.seconds, 0.0)
-        results = self.engine.finished(jobs)
-        local: dict[int, Tree] = {}
-        uploads = []
-        for job, (upload, changes) in zip(jobs, results):
-            if self.buffers:
-                local[job.client.id] = find_buffers(upload, self.task.net.buffers)
-                upload = put_buffers(upload, self.buffers)
-            uploads.append(upload)
-            self.keep(job, changes, local.get(job.client.id, Tree()))
-        billed = self.bill(ids, uploads)
-        received, began = self.shared, time.perf_counter()
-        terms = mean_terms(jobs)
+    def conclude(self) -> Round | None:
+        """The exchange after the last round, if the method has one: with all clients that have data, t = T."""
+        final = self.method.final()
+        return None if final is None else self.exchange(final, self.protocol.rounds, self.able())
+
+    def exchange(self, exchange: Exchange, t: int, ids: list[int] | None = None) -> Round:
+        """One meeting of the server and S_t (or `ids`)."""
+        drawn = self.drawn(max(t, 0)) if ids is None else ids
+        ids = self.taking_part(max(t, 0)) if ids is None else ids
+        self.engine.reset()
+        made = Round(t, ids, drawn, [], [], [], {}, {}, {}, 0, {}, [])
+        for crew in batches(ids, self.protocol.crew):  # what a client keeps rests on disk before the next crew begins
+            jobs = [self.job(exchange.program, RunClient(self.task, i, t), t) for i in crew]
+            for job, (upload, changes, shown) in zip(jobs, self.engine.finished(jobs)):
+                i = job.client.id
+                if self.buffers:
+                    made.local[i] = find_buffers(upload, self.task.net.buffers)
+                    upload = put_buffers(upload, self.buffers)
+                made.received.append(job.shared)
+                made.uploads.append(upload)
+                made.shown.append(shown)
+                made.client_terms.append(job.terms)
+                made.state_bytes = max(made.state_bytes, self.keep(job, changes, made.local.get(i, Tree())))
+        made.bytes = self.charge(ids, made.uploads)
+        made.terms = mean_terms([self.task.sizes[i] for i in ids], made.client_terms)
+        began = time.perf_counter()
         if ids:
             server = RunServer(self.task, ids, t)
             with located(exchange.aggregate, t, f"server, clients {', '.join(map(str, ids[:5]))}", self.shared):
-                shared, private = exchange.aggregate(server, self.shared, self.private, uploads)
+                shared, private = exchange.aggregate(server, self.shared, self.private, made.uploads)
             self.shared, self.private = self.shared | shared, self.private | private
-            terms |= server.terms
-        seconds = {**self.engine.seconds, "aggregate": time.perf_counter() - began}
-        return Round(t, ids, drawn, received, uploads, jobs, billed, seconds, terms, local)
+            made.terms |= server.terms
+        made.samples = dict(self.engine.samples)
+        made.seconds = {**self.engine.seconds, "aggregate": time.perf_counter() - began}
+        return made
 
-    def bill(self, ids: list[int], uploads: list[Tree]) -> dict[str, int]:
+    def charge(self, ids: list[int], uploads: list[Tree]) -> dict[str, int]:
         """Bytes that crossed (protocol 6.1). Constants are billed apart, with a client's first participation."""
         hidden = self.task.net.buffers if self.buffers else None
         constants = Tree({k: v for k, v in self.shared.items() if k in self.method.constant})
@@ -354,40 +380,45 @@ class Federation:
         with located(self.method.global_model, self.protocol.rounds, "server", self.shared):
             return None if self.buffers else self.method.global_model(self.shared, self.private)
 
-    def personal(self, played: Round) -> dict[int, Model]:
-        """As trained: what the clients of this round use right after their local training (protocol 5.3).
+    def personal(self, played: Round) -> Iterator[tuple[int, Model]]:
+        """As trained: what the clients of this round use right after their local training (protocol 5.3), by id.
 
-        With pm_clients=all every client with data, for methods whose clients keep their personal model.
+        With pm_clients=all every client with data, for methods whose clients keep their personal model. One at a time:
+        the models of all clients need not fit into memory.
         """
-        out = {}
-        for job, upload in zip(played.jobs, played.uploads):
-            i = job.client.id
-            shown = put_buffers(upload, played.local[i]) if i in played.local else upload
-            out[i] = self._personal(job.client, Last(job.shared, shown))
-        if self.protocol.pm_clients == "all":
-            idle = [i for i in range(self.task.clients) if i not in out and len(self.task.parts[i])]
-            out |= {i: self._personal(RunClient(self.task, i, played.t), None) for i in idle}
-        return dict(sorted(out.items()))
+        place = {i: k for k, i in enumerate(played.ids)}
+        for i in self.able() if self.protocol.pm_clients == "all" else played.ids:
+            last = None
+            if i in place:
+                k = place[i]
+                upload = put_buffers(played.uploads[k], played.local[i]) if i in played.local else played.uploads[k]
+                last = Last(played.received[k], upload, played.shown[k])
+            yield i, self._personal(RunClient(self.task, i, played.t), last)
 
     def _personal(self, client: RunClient, last: Last | None) -> Model:
         with located(self.method.personal_model, client.round, f"client {client.id}", self.shared):
             return self.method.personal_model(client, self.shared, self.own(client), last)
 
-    def refreshed(self) -> dict[int, Model]:
+    def refreshed(self) -> Iterator[tuple[int, Model]]:
         """Every client receives the final state and runs its program once more, t = T; nothing of it is kept."""
-        t = self.protocol.rounds
-        ids = [i for i in range(self.task.clients) if len(self.task.parts[i])]
-        jobs = [self.job(self.method.refresh, RunClient(self.task, i, t), t) for i in ids]
-        return dict(zip(ids, self.engine.run(jobs)))
+        for crew in batches(self.able(), self.protocol.crew):
+            clients = [RunClient(self.task, i, self.protocol.rounds) for i in crew]
+            yield from zip(crew, self.engine.run([self.job(self.method.refresh, c, c.round) for c in clients]))
 
 
-def mean_terms(jobs: list[Job]) -> dict[str, float]:
-    """Loss terms: mean over steps of each client, then over clients by their number of samples."""
-    total = sum(j.client.n for j in jobs if j.terms)
+def batches(ids: list[int], size: int) -> Iterator[list[int]]:
+    """Consecutive groups of at most `size`."""
+    for at in range(0, len(ids), size):
+        yield ids[at : at + size]
+
+
+def mean_terms(sizes: list[int], told: list[Tree]) -> dict[str, float]:
+    """Loss terms of clients -> means by number of samples."""
+    total = sum(n for n, terms in zip(sizes, told) if terms)
     out: dict[str, float] = {}
-    for job in jobs:
-        for name, v in job.terms.items():
-            out[name] = out.get(name, 0.0) + float(v) * job.client.n / total
+    for n, terms in zip(sizes, told):
+        for name, v in terms.items():
+            out[name] = out.get(name, 0.0) + float(v) * n / total
     return out
 
 

@@ -38,8 +38,9 @@ if TYPE_CHECKING:
     from .protocol import Protocol
 
 __all__ = [
-    "OFF", "Batch", "Client", "Collect", "Diverged", "Exchange", "Group", "Last", "Method", "Model", "Noise", "Program", "Rows",
-    "Server", "Survey", "Task", "Train", "Tree", "View", "choice", "flag", "need", "number", "value",
+    "OFF", "WEIGHTINGS", "Batch", "Bill", "Client", "Collect", "Diverged", "Exchange", "Group", "Last", "Method",
+    "Model", "Noise", "Plugin", "Program", "Rows", "Server", "Survey", "Task", "Train", "Tree", "View", "choice", "flag",
+    "need", "number", "value",
 ]  # fmt: skip
 
 OFF = math.inf
@@ -121,8 +122,8 @@ class Train:
     One step: gradient of `loss`, `correct`, clip, `after_clip`, weight decay, momentum, step, `after_step`. These
     three see the parameters that move, and only those. `loss` returns a scalar, or (scalar, Tree of named terms to
     be recorded). `frozen` gives per-row tensors of constant models, once per sample where nothing is random.
-    `tally` gathers sums before each step of the last epoch. `stream` feeds `noise`; batches and augmentation come
-    from the training stream, which nothing else touches.
+    `tally` gathers sums before each step of the last epoch, or of every epoch. `stream` feeds `noise`; batches and
+    augmentation come from the training stream, which nothing else touches.
     """
 
     start: Tree
@@ -130,12 +131,14 @@ class Train:
     groups: tuple[Group, ...] = (Group(),)
     epochs: int | None = None
     const: Tree = field(default_factory=Tree)
+    mode: str = "train"  # of the normalisation layers in `loss`; "eval" and "train_frozen": as in a Survey
     frozen: Callable[..., Any] | None = None  # (net, batch, view)
     frozen_mode: str = "eval"  # "eval" | "train_frozen": batch statistics, buffers left alone
     correct: Callable[..., Tree] | None = None  # (grads, w, view) -> grads
     after_clip: Callable[..., Tree] | None = None  # (grads, w, view) -> grads
     after_step: Callable[..., Tree] | None = None  # (w, before, view) -> w
     tally: Callable[..., Tree] | None = None  # (net, w, batch, view) -> sums
+    tally_epochs: str = "last"  # "last" | "all"
     noise: Noise | None = None
     stream: RandomState | None = None
 
@@ -180,23 +183,29 @@ def logits(net: Net, tree: Tree, x: Tensor) -> Tensor:
     return net(tree, x)
 
 
+WEIGHTINGS = ("uniform", "v", "l")
+"""Class weightings of protocol 5.2: all classes alike, those that the client has, as often as the client has them."""
+
+
 class Model(NamedTuple):
     """Something to evaluate.
 
     scores(net, tree, x) -> [rows, classes], or several by name, of which the first is the headline; a name whose
     scores are undefined maps to None. Predictions are the argmax; the loss is the cross-entropy of the scores called
-    `loss` (default: the headline), which must be logits.
+    `loss` (default: the headline), which must be logits. only: the weightings of protocol 5.2 under which the headline
+    means something; the others are undefined.
     """
 
     tree: Tree
     scores: Callable[..., Any] = logits
     loss: str = ""
+    only: tuple[str, ...] = WEIGHTINGS
 
 
 class Exchange(NamedTuple):
     """One meeting of server and clients: a client program and its server function."""
 
-    program: Callable[..., Any]  # (client, shared, own) -> requests -> (upload, changes of own)
+    program: Callable[..., Any]  # (client, shared, own) -> requests -> (upload, changes of own[, shown])
     aggregate: Callable[..., tuple[Tree, Tree]]  # (server, shared, private, uploads) -> changes of shared, of private
 
 
@@ -205,18 +214,20 @@ class Last(NamedTuple):
 
     received: Tree  # shared, as it was broadcast
     upload: Tree
+    shown: Tree = Tree()  # the third tree of the program, which is neither sent nor kept
 
 
 # ---- handles (filled in by the runtime) ---------------------------------------------------------------------------
 
 
 class Task:
-    """The same for the whole run: net, initial (weights w^0), classes (K), clients (N), rounds (T), protocol."""
+    """The same for the whole run: net, initial (weights w^0), classes (K), clients (N), sizes [N], rounds (T), protocol."""
 
     net: Net
     initial: Tree
     classes: int
     clients: int
+    sizes: list[int]
     rounds: int
     protocol: Protocol
 
@@ -230,7 +241,10 @@ class Task:
 
 
 class Client:
-    """One client in one round: id, n (samples), y [n], counts [K], round (t), rounds (T), lr, momentum, task."""
+    """One client in one round: id, n (samples), y [n], counts [K], round (t), rounds (T), lr, momentum, task.
+
+    measured: whether its personal model will be evaluated after this round.
+    """
 
     task: Task
     id: int
@@ -241,6 +255,7 @@ class Client:
     rounds: int
     lr: float
     momentum: float
+    measured: bool
 
     def steps(self, epochs: int | None = None) -> int:
         """Optimiser steps of a Train of so many epochs (default: the protocol's)."""
@@ -296,6 +311,23 @@ class Server:
 # ---- a method -----------------------------------------------------------------------------------------------------
 
 
+class Bill(NamedTuple):
+    """Cost of one client in one round, as Python expressions of the symbols below; P floats each way is FedAvg's.
+
+    P, B, H, L: parameters of the network, all but the output layer, of it, of the projection; K: classes, K_t: with a
+    global prototype, K_i: of the client, N_i: prototypes of the client; d, q, z: width of the encoder, the embedding
+    (input of the output layer) and the projection's output; n, E: samples and local epochs of the client; int: an
+    integer (two floats). Buffers of BatchNorm count with the part that they belong to.
+    """
+
+    down: str = "P"
+    up: str = "P"
+    trained: str = "E*n"  # samples passed forward and backward
+    forward: str = "0"  # samples passed forward alone
+    state: str = "0"  # floats that a client keeps between rounds
+    server: str = "an average"  # in words
+
+
 class Diverged(RuntimeError):
     """Weights, losses or a method's own quantities that no longer mean anything: the run ends, marked as diverged."""
 
@@ -335,6 +367,14 @@ class Method:
     def check(self, protocol: Protocol, net: Net) -> None:
         """Raise `UserError` where this method cannot run, with the reason and what would be right."""
 
+    def bill(self) -> Bill:
+        """What a round costs a client, in symbols: what `protofl methods` shows, and tests compare with runs."""
+        return Bill()
+
+    def adapt(self, protocol: Protocol) -> Protocol:
+        """What this method makes of the table's protocol: another budget of rounds, another population."""
+        return protocol
+
     def start(self, task: Task) -> tuple[Tree, Tree]:
         """-> shared (what is broadcast), private (what the server alone has)."""
         raise NotImplementedError
@@ -344,7 +384,7 @@ class Method:
         return Tree()
 
     def local(self, client: Client, shared: Tree, own: Tree) -> Program:
-        """The client program of a round -> (upload, changes of own)."""
+        """The client program of a round -> (upload, changes of own), or a third tree for the evaluation alone."""
         raise NotImplementedError
 
     def aggregate(self, server: Server, shared: Tree, private: Tree, uploads: list[Tree]) -> tuple[Tree, Tree]:
@@ -355,10 +395,14 @@ class Method:
         """An exchange before round 0, with the clients of round 0."""
         return None
 
+    def final(self) -> Exchange | None:
+        """An exchange after the last round, with all clients that have data (t = T)."""
+        return None
+
     def refresh(self, client: Client, shared: Tree, own: Tree) -> Program:
         """The program behind pm_protocol=refresh (protocol 5.3) -> Model; nothing of it is kept."""
-        upload, changed = yield from self.local(client, shared, own)
-        return self.personal_model(client, shared, own | changed, Last(shared, upload))
+        upload, changed, *shown = yield from self.local(client, shared, own)
+        return self.personal_model(client, shared, own | changed, Last(shared, upload, *shown))
 
     def global_model(self, shared: Tree, private: Tree) -> Model | None:
         """What the server would deploy; None: there is none."""
@@ -378,3 +422,19 @@ class Method:
     def client_prototypes(self, upload: Tree) -> tuple[Tensor, Tensor] | None:
         """A client's prototypes ([rows, d], [rows] class ids) in the space of the global ones, for the record."""
         return None
+
+
+@dataclass(frozen=True)
+class Plugin(Method):
+    """A part that works on top of another method's clients, `METHOD+PLUGIN` on the command line.
+
+    Its hooks call `super()` and add to what the method behind it says; its options and its helpers' names are its own.
+    """
+
+    values_of: ClassVar[str] = ""
+    """The method whose option values in a setting are taken, besides those under the plug-in's own name."""
+
+    @classmethod
+    def refuses(cls, base: type[Method]) -> str:
+        """Why it cannot work on this method; empty if it can."""
+        return ""

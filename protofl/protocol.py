@@ -153,6 +153,11 @@ class Protocol:
         return self.client_lr * self.lr_decay_per_round ** (t + self.lr_decay_offset) if self.lr_decay_per_round != 1 \
             else self.client_lr  # fmt: skip
 
+    def measures(self, t: int) -> bool:
+        """Whether round t is evaluated, personal models included, as trained."""
+        due = (t + 1) % self.eval_every == 0 or t + 1 == self.rounds
+        return due and t >= 0 and len(self.metrics) > 1 and self.pm_protocol == "as_trained"
+
     def split_seed(self) -> int:
         """The seed of the partition stream."""
         return self.seed if self.partition_seed == "run" else int(self.partition_seed)

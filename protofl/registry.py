@@ -19,7 +19,7 @@ from . import options, protocol
 from .errors import UserError, nearest
 
 if TYPE_CHECKING:
-    from .method import Method
+    from .method import Method, Plugin
     from .nets import Net
 
 GROUP = "protofl.methods"
@@ -34,14 +34,25 @@ def entry_points() -> dict[str, importlib.metadata.EntryPoint]:
     return {e.name: e for e in importlib.metadata.entry_points(group=GROUP)}
 
 
+def _files() -> list[Path]:
+    """The files of `methods/`."""
+    spec = importlib.util.find_spec("protofl.methods")
+    folders = list(spec.submodule_search_locations or []) if spec else []
+    return [path for folder in folders for path in sorted(Path(folder).glob("*.py"))]
+
+
+@functools.cache
+def plugins() -> list[str]:
+    """What can stand behind a +: files with a class of their name that is a `Plugin`. Imports none."""
+    return [p.stem for p in _files() if f"class {p.stem}(plugin" in p.read_text("utf-8").lower()]
+
+
 @functools.cache
 def names() -> list[str]:
     """All method names, the default table first. Imports no method."""
-    spec = importlib.util.find_spec("protofl.methods")
-    folders = list(spec.submodule_search_locations or []) if spec else []
-    files = [path for folder in folders for path in sorted(Path(folder).glob("*.py"))]
+    files = _files()
     # A file defines a method where a class of it has the file's name.
-    mine = {p.stem for p in files if f"class {p.stem}(" in p.read_text("utf-8").lower()}
+    mine = {p.stem for p in files if f"class {p.stem}(" in p.read_text("utf-8").lower()} - set(plugins())
     rest = sorted((mine | set(entry_points())) - set(ORDER))
     return [n for n in ORDER if n in mine] + rest
 
@@ -56,7 +67,15 @@ def known(name: str) -> str:
     if is_path(name):
         if not Path(name).is_file():
             raise UserError(f"method file {name!r} does not exist")
+    elif "+" in name:
+        for part in name.split("+")[1:]:
+            if part not in plugins():
+                raise UserError(f"{name!r}: there is no plug-in {part!r}{nearest(part, plugins())}; plug-ins: "
+                                f"{', '.join(plugins())}, written METHOD+PLUGIN")  # fmt: skip
+        known(name.split("+")[0])
     elif name not in names():
+        if name in plugins():
+            raise UserError(f"{name} is a plug-in: it stands behind a method, as in fedavg+{name}")
         raise UserError(
             f"there is no method {name!r}{nearest(name, names())}; methods: {', '.join(names())}, or a file ./NAME.py"
         )
@@ -69,8 +88,9 @@ def label(name: str) -> str:
 
 
 def module(name: str) -> ModuleType:
-    """The module of a method."""
+    """The module of a method; of METHOD+PLUGIN the last plug-in's."""
     if not is_path(known(name)):
+        name = name.rpartition("+")[2]
         if name in entry_points() and importlib.util.find_spec(f"protofl.methods.{name}") is None:
             return importlib.import_module(entry_points()[name].module)
         return importlib.import_module(f"protofl.methods.{name}")
@@ -91,9 +111,12 @@ def module(name: str) -> ModuleType:
 
 
 def load(name: str) -> type[Method]:
-    """The class of a method: of its module, the one with its name, or the only one defined there."""
+    """The class of a method: of its module, the one with its name, or the only one defined there; METHOD+PLUGIN: both."""
     from .method import Method
 
+    if "+" in name:
+        base, _, last = name.rpartition("+")
+        return _compose(load(base), last)  # type: ignore[arg-type]
     found = module(name)
     mine = [c for c in vars(found).values()
             if isinstance(c, type) and issubclass(c, Method) and c.__module__ == found.__name__]  # fmt: skip
@@ -104,12 +127,40 @@ def load(name: str) -> type[Method]:
     return named[0]
 
 
+def plugin(name: str) -> type[Plugin]:
+    """The class of a plug-in."""
+    found = importlib.import_module(f"protofl.methods.{name}")
+    return next(c for n, c in vars(found).items() if n.lower() == name and isinstance(c, type))
+
+
+@functools.cache
+def _compose(base: type[Method], name: str) -> type[Method]:
+    """The plug-in on top of a method; refused where the two do not fit."""
+    added = plugin(name)
+    title = f"{base.__name__}+{added.__name__}"
+    if issubclass(base, added):
+        raise UserError(f"{title}: {base.__name__} has this plug-in already")
+    reason = added.refuses(base)
+    twice = sorted(set(options.fields(base)) & set(options.fields(added)))
+    if twice and not reason:
+        reason = f"both have an option named {', '.join(twice)}"
+    if reason:
+        raise UserError(f"{title}: {reason}")
+    made = type(
+        title, (added, base), {"__module__": added.__module__, "__doc__": f"{added.__name__} on {base.__name__}."}
+    )
+    return dataclasses.dataclass(frozen=True)(made)
+
+
 def check_options(name: str, given: Iterable[str]) -> None:
     """Refuse misspelt options of a method by reading its source: importing it would take seconds."""
-    path = _source(name)
-    options_there = None if path is None else _declared(path, label(name))
-    if options_there is None:
-        return  # found wrong, if it is, once the class is loaded
+    options_there: list[str] = []
+    for part in [name] if is_path(name) else name.split("+"):
+        path = _source(part)
+        declared = None if path is None else _declared(path, label(part))
+        if declared is None:
+            return  # found wrong, if it is, once the class is loaded
+        options_there += declared
     known = set(options_there) | set(options.fields(protocol.Protocol))
     for option in given:
         if option not in known:
@@ -142,7 +193,7 @@ def _declared(path: Path, name: str) -> list[str] | None:
         mine: list[str] | None = None
         if isinstance(base, ast.Name) and base.id.lower() in classes:
             mine = _declared(path, base.id)
-        elif isinstance(base, ast.Name) and base.id == "Method":
+        elif isinstance(base, ast.Name) and base.id in ("Method", "Plugin"):
             mine = []
         elif isinstance(base, ast.Name) and base.id in imported:
             parent = _source(imported[base.id].rpartition(".")[2])
@@ -174,7 +225,8 @@ class Spec:
     def build(self, experiment: protocol.Protocol) -> Method:
         """The method, its options resolved: explicit > method preset > the setting > the file's default."""
         if self.stored:
-            made = getattr(module(self.name), self.stored)
+            cls = load(self.name)
+            made = cls if cls.__name__ == self.stored else getattr(module(self.name), self.stored)
             return made(**options.read(made, dict(self.given), label(self.name)))  # type: ignore[no-any-return]
         cls, name = load(self.name), label(self.name)
         given = self._without_protocol_fields(cls, dict(self.given), experiment)
@@ -190,7 +242,15 @@ class Spec:
         return method
 
     def _setting(self, method: str) -> Mapping[str, Any]:
-        return protocol.method_setting(self.preset, method)
+        """Option values that the preset gives; of METHOD+PLUGIN those of both."""
+        base, *others = [method] if is_path(method) else method.split("+")
+        values = protocol.method_setting(self.preset, base)
+        for name in others:
+            added = plugin(name)
+            for source in filter(None, (added.values_of, name)):
+                mine = protocol.method_setting(self.preset, source)
+                values |= {k: v for k, v in mine.items() if k in options.fields(added)}
+        return values
 
     def _without_protocol_fields(
         self, cls: type[Method], given: dict[str, Any], experiment: protocol.Protocol
@@ -204,11 +264,11 @@ class Spec:
         return given
 
 
-def check(method: Method, experiment: protocol.Protocol, net: Net) -> None:
-    """Refuse what a method cannot do in this experiment, before any work starts."""
+def check(method: Method, experiment: protocol.Protocol, adapted: protocol.Protocol, net: Net) -> None:
+    """Refuse what a method cannot do in this experiment (or in what it makes of it), before any work starts."""
     method.check(experiment, net)
-    if experiment.pm_clients == "all" and experiment.pm_protocol == "as_trained" and not method.keeps_personal \
-            and set(experiment.metrics) - {"gm"}:  # fmt: skip
+    if adapted.pm_clients == "all" and adapted.pm_protocol == "as_trained" and not method.keeps_personal \
+            and set(adapted.metrics) - {"gm"}:  # fmt: skip
         raise UserError(
             f"pm_clients=all as trained needs a method that keeps its personal models, {type(method).__name__} does not: "
             "set pm_protocol=refresh or pm_clients=active"

@@ -6,7 +6,7 @@ import dataclasses
 import math
 import re
 import time
-from collections.abc import Callable, Mapping
+from collections.abc import Callable, Iterable, Mapping
 from dataclasses import dataclass
 from pathlib import Path
 from typing import Any
@@ -43,6 +43,7 @@ class Prepared:
     """A cell with everything that it hangs on."""
 
     cell: Cell
+    protocol: Protocol  # the table's, as the method adapts it
     method: Method
     data: Data
     split: Partition
@@ -91,7 +92,8 @@ def prepare(cell: Cell) -> Prepared:
     _check_device(p.device)
     try:
         method = cell.method.build(p)
-        registry.check(method, p, net)
+        adapted = method.adapt(p)
+        registry.check(method, p, adapted, net)
     except UserError:
         raise
     except Exception as e:
@@ -121,6 +123,7 @@ def prepare(cell: Cell) -> Prepared:
         "name": type(method).__name__,
         "method": {**told, "path": cell.method.name},
         "protocol": {**fields_told, **{n: getattr(p, n) for n in UNDIGESTED}},
+        "adapted": {n: v for n, v in adapted.document().items() if v != p.document().get(n)},
         "preset": cell.method.preset,
         "numbers": NUMBERS,
         "data": {
@@ -134,7 +137,7 @@ def prepare(cell: Cell) -> Prepared:
         },
         "network": {"name": net.name, "engine": engine, "parameters": net.count()},
     }  # fmt: skip
-    return Prepared(cell, method, data, made, net, document)
+    return Prepared(cell, adapted, method, data, made, net, document)
 
 
 def _check_device(device: str) -> None:
@@ -157,7 +160,7 @@ def single_threaded() -> None:
 
 def task(ready: Prepared, initial: Tree | None = None) -> tuple[RunTask, TestSet]:
     """Resident data, split and initial weights of a prepared cell."""
-    p, data = ready.cell.protocol, ready.data
+    p, data = ready.protocol, ready.data
     parts = [torch.from_numpy(np.array(i, dtype=np.int64)) for i in ready.split.indices]
     transform = pipeline(p, data)
     made = RunTask(ready.net, _resident(data.x_train), torch.from_numpy(np.asarray(data.y_train)), parts, p,
@@ -181,7 +184,7 @@ class Run:
 
     def __init__(self, ready: Prepared, results: Path) -> None:
         self.ready, self.folder = ready, records.RunFolder(results / ready.folder)
-        self.protocol, self.method = ready.cell.protocol, ready.method
+        self.protocol, self.method = ready.protocol, ready.method
         self.scored: Scored | None = None
 
     def start(self) -> int:
@@ -273,12 +276,16 @@ class Run:
             self.folder.append({"round": t, "diverged": True})
             raise
         self._check_finite(t, played)
+        final = fed.conclude() if t + 1 == p.rounds else None
         row: dict[str, Any] = {
             "round": t,
             "lr": p.learning_rate(t),
             **self._cost(played),
             "terms": _finite(played.terms),
         }
+        if final is not None:
+            self._check_finite(t, final)
+            row["final"] = {**self._cost(final), "terms": _finite(final.terms)}
         began = time.perf_counter()
         if (t + 1) % p.eval_every == 0 or t + 1 == p.rounds:
             row |= self.evaluate(played)
@@ -302,8 +309,8 @@ class Run:
                 row |= self._personal(fed.refreshed(), p.rounds)
         return row
 
-    def _personal(self, models: Mapping[int, Any], t: int) -> dict[str, Any]:
-        scored = {i: self._score(m, t, f"personal model of client {i}") for i, m in models.items()}
+    def _personal(self, models: Iterable[tuple[int, Model]], t: int) -> dict[str, Any]:
+        scored = {i: self._score(m, t, f"personal model of client {i}") for i, m in models}
         everybody = self.protocol.pm_protocol == "refresh" or self.protocol.pm_clients == "all"
         empty = int((self.ready.split.sizes == 0).sum()) if everybody else 0
         return personal_row(scored, self.ready.split.counts, self.test.per_class(), empty)
@@ -319,14 +326,14 @@ class Run:
 
     def _cost(self, played: Round) -> dict[str, Any]:
         billed = {f"bytes_{k}": v for k, v in played.bytes.items()}
-        return {"clients": played.ids, "drawn": played.drawn, **billed, "seconds": played.seconds}
+        return {"clients": played.ids, "drawn": played.drawn, **billed, "samples": played.samples,
+                "state_bytes": played.state_bytes, "seconds": played.seconds}  # fmt: skip
 
     def _check_finite(self, t: int, played: Round) -> None:
-        bad = [j.client.id for j in played.jobs if not all(math.isfinite(float(v)) for v in j.terms.values())]
-        if bad or not all(
+        if played.lost or not all(
             bool(torch.isfinite(v).all()) for v in tensors(self.federation.shared) if v.is_floating_point()
         ):
-            who = f" (client {bad[0]})" if bad else ""
+            who = f" (client {played.lost[0]})" if played.lost else ""
             self.folder.append({"round": t, "diverged": True, **self._cost(played), "terms": _finite(played.terms)})
             raise Diverged(f"loss or weights are not finite in round {t}{who}")
 

@@ -32,12 +32,13 @@ class ToyNet:
 
     def __init__(self) -> None:
         self.updates = Tree()
+        self.passes: list[bool] = []
 
-    def bound(self, mode: str, mask: Tensor | None = None) -> Any:
+    def bound(self, mode: str, mask: Tensor | None = None, moves: bool = True) -> Any:
         import copy
 
         net = copy.copy(self)
-        net.mode, net.mask, net.updates = mode, mask, Tree()
+        net.mode, net.mask, net.updates, net.passes = mode, mask, Tree(), []
         return net
 
     def init(self, stream: Any) -> Tree:
@@ -109,8 +110,8 @@ class Harnessed(Federation):
             self.play(t)
         return self
 
-    def exchange(self, exchange: Any, t: int) -> Round:
-        self.last = super().exchange(exchange, t)
+    def exchange(self, exchange: Any, t: int, ids: list[int] | None = None) -> Round:
+        self.last = super().exchange(exchange, t, ids)
         self.rounds = [*getattr(self, "rounds", []), self.last]
         return self.last
 
@@ -129,8 +130,11 @@ class Harnessed(Federation):
             return Tree() if kept is None else kept.own
         return super().own(client)
 
-    def personal(self, played: Round | None = None) -> dict[int, Any]:
-        return super().personal(played or self.last)
+    def personal(self, played: Round | None = None) -> dict[int, Any]:  # type: ignore[override]
+        return dict(super().personal(played or self.last))
+
+    def refreshed(self) -> dict[int, Any]:  # type: ignore[override]
+        return dict(super().refreshed())
 
     def scores(self, model: Any, x: Tensor) -> dict[str, Any]:
         with torch.no_grad():
@@ -143,7 +147,7 @@ def federation(
     initial: Tree | None = None, draws: list[list[int]] | None = None, augment: Any = None, **fields: Any,
 ) -> Harnessed:  # fmt: skip
     """x float64 [n, ...]; y [n]; parts: sample positions by client; draws: ids per round; fields: of the protocol."""
-    protocol = Protocol(**{**PLAIN, "clients": len(parts), "engine": engine, **fields})
+    protocol = method.adapt(Protocol(**{**PLAIN, "clients": len(parts), "engine": engine, **fields}))
     index = [torch.as_tensor(p, dtype=torch.long) for p in parts]
     task = RunTask(net, x, y, index, protocol, pipeline=augment, initial=initial)
     fed = Harnessed(method, task)

@@ -142,6 +142,11 @@ def moving(groups: tuple[Group, ...], names: Sequence[str]) -> list[tuple[Group,
     return [(g, mine) for g, mine in out if mine]
 
 
+def trains(names: Sequence[str], net: Any) -> bool:
+    """Whether an encoder is among the parameters that move (a program may keep a model under a prefix)."""
+    return any(re.search(net.encoder, name) for name in names)
+
+
 def split_loss(returned: Any) -> tuple[Tensor, Tree]:
     """What `loss` returned -> scalar, named terms."""
     return returned if isinstance(returned, tuple) else (returned, Tree())
@@ -157,7 +162,17 @@ class Engine:
 
     def __init__(self, task: RunTask) -> None:
         self.task, self.protocol, self.net = task, task.protocol, task.net
+        self.reset()
+
+    def reset(self) -> None:
+        """Forget what was measured."""
         self.seconds = {"train": 0.0, "prototype": 0.0}
+        self.samples = {"trained": 0, "forward": 0}
+
+    def count(self, passes: Sequence[bool], rows: int) -> None:
+        """Add what the encoder did for a batch of so many real rows (protocol 6.2)."""
+        for trained in passes:
+            self.samples["trained" if trained else "forward"] += rows
 
     def crews(self, jobs: list[Job]) -> list[list[Job]]:
         """How jobs are cut into groups that run in lockstep."""
@@ -180,13 +195,13 @@ class Engine:
                 waiting = [j for j in waiting if id(j) not in done]
         return [job.result for job in jobs]
 
-    def finished(self, jobs: list[Job]) -> list[tuple[Tree, Tree]]:
-        """The same for programs of an exchange, which return (upload, changes of own)."""
+    def finished(self, jobs: list[Job]) -> list[tuple[Tree, Tree, Tree]]:
+        """The same for programs of an exchange -> upload, changes of own, what is shown to the evaluation alone."""
         for job, result in zip(jobs, self.run(jobs)):
-            if not (isinstance(result, tuple) and len(result) == 2 and all(isinstance(t, Tree) for t in result)):
+            if not (isinstance(result, tuple) and len(result) in (2, 3) and all(isinstance(t, Tree) for t in result)):
                 wrong = TypeError(f"a program returns (upload, changes of own), two trees, not {type(result).__name__}")
                 raise described(wrong, getattr(job.program, "__qualname__", str(job.program)), [job])
-        return [job.result for job in jobs]
+        return [(*job.result, Tree())[:3] for job in jobs]
 
     def _advance(self, job: Job, answer: Any = None) -> bool:
         began = time.perf_counter()

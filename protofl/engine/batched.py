@@ -18,9 +18,10 @@ from torch.utils import _pytree as pytree
 
 from ..method import Batch, Collect, Group, Survey, Train, View
 from ..tree import Tree, same
-from .base import Engine, Job, Plan, moving, split_loss
+from .base import Engine, Job, Plan, moving, split_loss, trains
 
-BatchCall = Callable[[Tree, Batch], tuple[Any, Tree]]
+BatchCall = Callable[[Tree, Batch, int], tuple[Any, Tree]]
+"""(w, batch, real rows of the live clients) -> what a function says, what the layers remember."""
 
 
 class Crew:
@@ -50,6 +51,7 @@ class Crew:
         self.noise_per_row = per_row
         self.live_at = [sum(n > s for n in steps) for s in range(max(steps))]
         self.wide_at = [max(p.size[s] for p in plans if len(p.size) > s) for s in range(max(steps))]
+        self.real = [torch.tensor([p.size[s] for p in plans if len(p.size) > s]) for s in range(max(steps))]
         views = [engine.view(job, n, p.epoch[-1] + 1) for job, n, p in zip(jobs, steps, plans)]
         self.view_parts = StackedView(views)
         self.stacked = self.view_parts.stacked  # what differs between the live clients
@@ -162,10 +164,11 @@ class Batched(Engine):
         r, client = job.request, job.client
         return client.steps(r.epochs) if isinstance(r, Train) else client.n
 
-    def lift(self, fn: Callable[..., Any], mode: Any, crew: Crew) -> BatchCall:
+    def lift(self, fn: Callable[..., Any], mode: Any, crew: Crew, moves: bool = True) -> BatchCall:
         """fn(net, w, batch, view) -> the same for all live clients, with what the net's layers remember."""
 
-        def call(w: Tree, batch: Batch) -> tuple[Any, Tree]:
+        def call(w: Tree, batch: Batch, rows: int) -> tuple[Any, Tree]:
+            passes: list[bool] = []
             names, k = tuple(w), len(w)
             frozen, spec = ([], None) if batch.frozen is None else pytree.tree_flatten(batch.frozen)
             noise = [] if batch.noise is None else [batch.noise]
@@ -175,12 +178,15 @@ class Batched(Engine):
                 x, y, mask, epoch = t[k : k + 4]
                 told = pytree.tree_unflatten(list(t[k + 4 : at]), spec) if spec else None
                 b = Batch(x, y, mask, told, t[at] if noise else None, epoch, batch.step)
-                net = self.net.bound(mode, mask)
+                net = self.net.bound(mode, mask, moves)
                 out = fn(net, Tree(zip(names, t)), b, crew.view_parts.of(t[at + len(noise) :]))
+                passes.extend(net.passes)
                 return out, net.updates
 
             given = (*w.values(), batch.x, batch.y, batch.mask, batch.epoch, *frozen, *noise, *crew.stacked)
-            return vmap(one)(*given)  # type: ignore[no-any-return]
+            out: tuple[Any, Tree] = vmap(one)(*given)
+            self.count(passes, rows)
+            return out
 
         return call
 
@@ -219,7 +225,7 @@ class Batched(Engine):
         groups = moving(r.groups, list(self.net.trainable(w)))
         names = [n for _, mine in groups for n in mine]
         momenta = own_copy([self.start_momenta(j, names, j.request.start) for j in jobs])
-        objective = self.lift(r.loss, "train", crew)
+        objective = self.lift(r.loss, r.mode, crew, trains(names, self.net))
         frozen = self.lift(lambda net, _, b, v: r.frozen(net, b, v), r.frozen_mode, crew) if r.frozen else None
         full = self.per_sample(crew, frozen, w) if frozen and r.frozen_mode == "eval" and crew.augment is None else None
         sums, terms, live = None, None, len(jobs)
@@ -231,13 +237,12 @@ class Batched(Engine):
                 now, moved = live_part(w, momenta, names, live)
             with torch.no_grad():
                 b = self.batch(crew, s, live, full)
+                real = int(crew.real[s].sum())
                 if frozen and full is None:
-                    b = b._replace(frozen=frozen(now, b)[0])
-                counts = crew.epoch[s, :live] == crew.last_epoch[:live]
-                if r.tally and counts.any():
-                    tally = self.lift(r.tally, "train_frozen", crew)(now, b)[0]
-                    sums = self.gather(sums, tally, counts, len(jobs))
-            returned, updates = objective(now, b)
+                    b = b._replace(frozen=frozen(now, b, real)[0])
+                if r.tally:
+                    sums = self.tally(r, crew, s, now, b, sums)
+            returned, updates = objective(now, b, real)
             loss, parts = split_loss(returned)
             grads = torch.autograd.grad(loss.sum(), [now[k] for k in names], materialize_grads=True) if names else ()
             with torch.no_grad():
@@ -252,6 +257,19 @@ class Batched(Engine):
             job.terms = job.terms | (own_terms / len(out.size))
         weights = unstack(w, len(jobs))
         return list(zip(weights, unstack(sums, len(jobs)))) if r.tally else weights
+
+    def tally(self, r: Train, crew: Crew, s: int, w: Tree, b: Batch, sums: Any) -> Any:
+        """Add what is gathered on the way, of those clients for which this step counts."""
+        epoch = crew.epoch[s, : len(b.y)]
+        counts = (
+            torch.ones_like(epoch, dtype=torch.bool)
+            if r.tally_epochs == "all"
+            else epoch == crew.last_epoch[: len(b.y)]
+        )
+        if not counts.any():
+            return sums
+        said = self.lift(r.tally, "train_frozen", crew)(w, b, int(crew.real[s][counts.cpu()].sum()))[0]  # type: ignore[arg-type]
+        return self.gather(sums, said, counts, len(crew.jobs))
 
     def gather(self, total: Any, new: Any, counts: Tensor | None, k: int) -> Any:
         """Add the sums of those live clients for which this step counts (None: all)."""
@@ -305,7 +323,7 @@ class Batched(Engine):
             x, y = self.task.rows(index, None)
             mask = (torch.arange(index.shape[1])[None] < n[:, None]).to(self.task.device, self.task.dtype)
             zero = self.task.scalar(0)
-            return fn(w, Batch(x, y, mask, None, None, zero.expand(len(n)), zero))[0]
+            return fn(w, Batch(x, y, mask, None, None, zero.expand(len(n)), zero), int(n.sum()))[0]
 
     def read(self, jobs: list[Job]) -> Iterator[tuple[Crew, int, Batch, Any]]:
         """The batches of one pass -> crew, step, batch, what fn says of it. Mode "train": w remembers (see survey)."""
@@ -319,7 +337,7 @@ class Batched(Engine):
                 crew.narrow(live)
             b = self.batch(crew, s, live)
             now = Tree({k: v[:live] for k, v in crew.w.items()})
-            out, updates = fn(now, b)
+            out, updates = fn(now, b, int(crew.real[s].sum()))
             for k, v in updates.items():
                 now[k].copy_(v)
             yield crew, s, b, out

@@ -11,7 +11,7 @@ from torch.utils import _pytree as pytree
 
 from ..method import Batch, Collect, Group, Survey, Train, View
 from ..tree import Tree
-from .base import READ, Engine, Job, Plan, add, moving, split_loss
+from .base import READ, Engine, Job, Plan, add, moving, split_loss, trains
 
 
 class Loop(Engine):
@@ -50,6 +50,7 @@ class Loop(Engine):
         view = self.view(job, len(plan.size), epochs)
         groups = moving(r.groups, list(self.net.trainable(r.start)))
         names = [n for _, mine in groups for n in mine]
+        moves = trains(names, self.net)
         w = r.start | {k: r.start[k].clone().requires_grad_() for k in names}
         momenta = self.start_momenta(job, names, w)
         full = self.frozen_features(job, view) if r.frozen and self.constant_features(r, plan) else None
@@ -58,10 +59,10 @@ class Loop(Engine):
             b = self.batch(job, plan, s, full)
             with torch.no_grad():
                 if r.frozen and full is None:
-                    b = b._replace(frozen=r.frozen(self.net.bound(r.frozen_mode), b, view))
-                if r.tally and plan.epoch[s] == epochs - 1:
-                    sums = add(sums, r.tally(self.net.bound("train_frozen"), w, b, view))
-            net = self.net.bound("train")
+                    b = b._replace(frozen=self.asked(r.frozen, r.frozen_mode, len(b.y), b, view))
+                if r.tally and (r.tally_epochs == "all" or plan.epoch[s] == epochs - 1):
+                    sums = add(sums, self.asked(r.tally, "train_frozen", len(b.y), w, b, view))
+            net = self.net.bound(r.mode, moves=moves)
             loss, parts = split_loss(r.loss(net, w, b, view))
             grads = torch.autograd.grad(loss, [w[k] for k in names], materialize_grads=True) if names else ()
             with torch.no_grad():
@@ -69,6 +70,7 @@ class Loop(Engine):
                 terms = add(terms, seen) if terms else seen.map(Tensor.clone)  # a term may be a parameter
                 self.step(r, groups, w, Tree(zip(names, grads)), momenta, job, view, plan.epoch[s])
                 w = w | net.updates
+            self.count(net.passes, len(b.y))
         self.keep_momenta(job, momenta)
         job.terms = job.terms | (terms / len(plan.size))
         w = w.map(Tensor.detach)
@@ -102,6 +104,13 @@ class Loop(Engine):
             for k, v in r.after_step(w.like(g), before, view).items():
                 w[k].copy_(v)
 
+    def asked(self, fn: Callable[..., Any], mode: Any, rows: int, *given: Any) -> Any:
+        """What a function that changes nothing says of a batch."""
+        net = self.net.bound(mode)
+        out = fn(net, *given)
+        self.count(net.passes, rows)
+        return out
+
     def constant_features(self, r: Train, plan: Plan) -> bool:
         """Whether the frozen models say the same of a sample in every epoch."""
         return r.frozen_mode == "eval" and plan.augment is None
@@ -114,7 +123,7 @@ class Loop(Engine):
             for at in range(0, client.n, READ):
                 x, y = self.task.rows(client.index[at : at + READ], None)
                 b = Batch(x, y, self.task.ones(len(y)))
-                parts.append(job.request.frozen(self.net.bound("eval"), b, view))
+                parts.append(self.asked(job.request.frozen, "eval", len(y), b, view))
         return pytree.tree_map(lambda *v: torch.cat(v), *parts)
 
     def survey(self, job: Job) -> Any:
@@ -126,6 +135,7 @@ class Loop(Engine):
                 net = self.net.bound(r.mode)
                 total = add(total, r.fn(net, w, self.batch(job, plan, s), view))
                 w = w | net.updates
+                self.count(net.passes, plan.size[s])
         return (total, w) if r.mode == "train" else total
 
     def collect(self, job: Job) -> Any:
@@ -133,7 +143,9 @@ class Loop(Engine):
         plan = self.reading_plan(job.client, r)
         view = self.view(job, len(plan.size), 1)
         with torch.no_grad():
-            parts = [r.fn(self.net.bound(r.mode), r.w, self.batch(job, plan, s), view) for s in range(len(plan.size))]
+            parts = [
+                self.asked(r.fn, r.mode, size, r.w, self.batch(job, plan, s), view) for s, size in enumerate(plan.size)
+            ]
         read = torch.cat([plan.rows[s, :size] for s, size in enumerate(plan.size)])
         order = read.argsort()
         return pytree.tree_map(lambda *v: torch.cat(v)[order.to(v[0].device)], *parts), read[order]

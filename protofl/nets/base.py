@@ -107,6 +107,8 @@ class Net:
         mode: "train"; "train_frozen": batch statistics, nothing remembered; "eval": running statistics.
         mask: [rows], 1 for real rows and 0 for padding; None: all are real.
         updates: new values of running statistics by full name, detached; filled in mode "train" alone.
+        passes: an entry per pass of the encoder over the batch: whether gradients flow back through it.
+        moves: whether the encoder is trained by what is computed now.
         default_scale: where FedNH's cosine scale starts (Conv2Cifar 1, ResNet18 20 in its code).
         optional_relu: whether `encode` can leave out the ReLU before r.
     """
@@ -131,14 +133,16 @@ class Net:
         self.mode: Mode = "eval"
         self.mask: Tensor | None = None
         self.updates = Tree()
+        self.passes: list[bool] = []
+        self.moves = True
         self.place = ""
 
-    def bound(self, mode: Mode, mask: Tensor | None = None) -> Net:
+    def bound(self, mode: Mode, mask: Tensor | None = None, moves: bool = True) -> Net:
         """This net for one batch: its mode, its real rows (mask [rows]), nothing remembered yet."""
         if mode not in MODES:
             raise ValueError(f"mode {mode!r} is none of {', '.join(MODES)}")
         net = copy.copy(self)
-        net.mode, net.mask, net.updates = mode, mask, Tree()
+        net.mode, net.mask, net.updates, net.passes, net.moves = mode, mask, Tree(), [], moves
         return net
 
     def within(self, place: str) -> Net:
@@ -233,6 +237,7 @@ class Net:
         """r [rows, d] of x [rows, C, H, W]; relu=False: without the last ReLU (`optional_relu` nets only)."""
         if not relu and not self.optional_relu:
             raise UserError(f"net {self.name}: the ReLU before the embedding cannot be left out")
+        self.passes.append(self.moves and torch.is_grad_enabled())
         return self._encode(w, x, relu)
 
     def _encode(self, w: Tree, x: Tensor, relu: bool) -> Tensor:

@@ -42,6 +42,7 @@ def agree(method: Any, **fields: Any) -> None:
     assert gap(*map(everything, runs)) < TOLERANCE
     assert gap(*map(outputs, runs)) < TOLERANCE
     assert runs[0].bytes == runs[1].bytes
+    assert [r.samples for r in runs[0].rounds] == [r.samples for r in runs[1].rounds]
     for a, b in zip(*[r.terms for r in runs]):
         assert a == pytest.approx(b, abs=TOLERANCE)
 
@@ -51,7 +52,7 @@ def test_engines_agree(case: tuple[str, dict[str, Any]]) -> None:
     name, given = case
     try:
         method = build(name, {**QUICK.get(name, {}), **given})
-        registry.check(method, toy("fedavg").protocol, ToyBN())
+        registry.check(method, toy("fedavg").protocol, method.adapt(toy("fedavg").protocol), ToyBN())
     except UserError as refusal:
         pytest.skip(f"refused: {refusal}")
     agree(method, rounds=3 if not given else 2)
@@ -128,7 +129,7 @@ class Unsorted(Batched):
 class NoBuffers(Batched):
     def lift(self, *a: Any) -> Any:
         call = super().lift(*a)
-        return lambda w, b: (call(w, b)[0], Tree())
+        return lambda w, b, rows: (call(w, b, rows)[0], Tree())
 
 
 class StaleFeatures(Batched):

@@ -14,8 +14,9 @@ import torch
 import torch.nn.functional as F
 from harness import ENGINES, Harnessed, Identity, batch, federation, view
 from protofl.methods import calibration, clusters, relations
+from protofl.methods.cspc import CSPC, pooled
 from protofl.methods.fedavg import FedAvg
-from protofl.methods.fedcspc import Cspc, FedCSPC, MoonCSPC, pooled
+from protofl.methods.fedcspc import FedCSPC, MoonCSPC
 from protofl.methods.fednh import FedNH
 from protofl.methods.moon import MOON
 from ragged import CLASSES, SIZES, Shift, Tiny, data, gap, identical, ragged, state
@@ -84,7 +85,7 @@ def stepped(
 
 def term(fed: Harnessed, name: str, client: int = 0) -> float:
     """A recorded loss term of one client."""
-    return float(fed.last.jobs[client].terms[name])
+    return float(fed.last.client_terms[client][name])
 
 
 REGULARISERS = [
@@ -103,7 +104,7 @@ REGULARISERS = [
 def test_regularisers(engine: str, form: str, has: Any, point: float, angle: float, edge: float) -> None:
     fed = stepped(engine, has=has, reg_form=form)
     close([term(fed, k) for k in ("point", "angle", "edge")], [point, angle, edge])
-    terms = fed.last.jobs[0].terms
+    terms = fed.last.client_terms[0]
     close(terms.loss - terms.ce, 0.5 * (terms.point + terms.angle + terms.edge), 12)
 
 
@@ -180,7 +181,7 @@ def test_smooth_form_against_the_definition() -> None:
 @pytest.mark.parametrize("weights", ["1/1/1", "1/0.2/0.2"])
 def test_terms_in_use(engine: str, chosen: str, weights: str) -> None:
     fed = stepped(engine, local_reg=chosen, reg_weights=weights, kappa=0.1)
-    terms = fed.last.jobs[0].terms
+    terms = fed.last.client_terms[0]
     share = 0.2 if weights == "1/0.2/0.2" else 1.0
     values = {"P": ("point", 0.867480), "A": ("angle", 0.602164 * share), "E": ("edge", 1.828443 * share)}
     used = [values[k] for k in "PAE" if k in chosen and chosen != "none"]
@@ -753,10 +754,11 @@ def test_where_weights_of_global_prototypes_stand() -> None:
         server = RunServer(fed.task, [0, 1], 0)
         shared, _ = method.aggregate(server, fed.shared, fed.private, uploads)
         close(shared.u_g.values[:, 0], [wanted, 5], 12)
-    shown = run(ug_weighting="per_sample").last
-    for job, upload in zip(shown.jobs, shown.uploads):
+    fed = run(ug_weighting="per_sample")
+    shown = fed.last
+    for i, upload in zip(shown.ids, shown.uploads):
         classes = upload.label.unique()
-        assert upload.owned.tolist() == job.client.counts[classes].tolist() and upload.owned.dtype == torch.int64
+        assert upload.owned.tolist() == fed.task.counts[i][classes].tolist() and upload.owned.dtype == torch.int64
 
 
 def test_exemplars() -> None:
@@ -867,10 +869,10 @@ def test_moon_at_the_clients_takes_its_values_from_the_setting() -> None:
     assert type(plain) is FedCSPC
     with pytest.raises(UserError, match="another class"):
         FedCSPC(local_base="moon")
-    shared = set(fields(Cspc)) & set(fields(MOON))
-    assert not shared and set(fields(MoonCSPC)) == set(fields(Cspc)) | set(fields(MOON))
-    helpers = {n for n in vars(Cspc) if not n.startswith("_")} & {n for n in vars(MOON) if not n.startswith("_")}
-    assert helpers - {"cost"} == {"local", "loss"}  # an estimate of time may differ
+    shared = set(fields(CSPC)) & set(fields(MOON))
+    assert not shared and set(fields(MoonCSPC)) == set(fields(CSPC)) | set(fields(MOON))
+    helpers = {n for n in vars(CSPC) if not n.startswith("_")} & {n for n in vars(MOON) if not n.startswith("_")}
+    assert helpers - {"cost"} == {"bill", "local", "loss"}  # an estimate of time may differ
 
 
 def test_moon_at_the_clients() -> None:
@@ -887,7 +889,7 @@ def test_moon_at_the_clients() -> None:
 
 
 def test_a_base_without_a_shared_head_is_refused() -> None:
-    class Odd(Cspc, FedNH):
+    class Odd(CSPC, FedNH):
         pass
 
     with pytest.raises(UserError, match="cspc calibrates the server's output layer, Odd has none there"):
@@ -1114,7 +1116,7 @@ def expected_bytes(fed: Harnessed, p: int, d: int, owned: bool = False) -> Itera
     for r in fed.rounds:
         rows = [len(u.u) for u in r.uploads]
         classes = sum(len(u.label.unique()) for u in r.uploads) if owned else 0
-        down = len(r.ids) * 4 * (p + int(r.received.u_g.has.sum()) * d)
+        down = len(r.ids) * 4 * (p + int(r.received[0].u_g.has.sum()) * d)
         yield {"down": down, "up": sum(4 * (p + n * d) + 8 * n for n in rows) + 8 * classes, "once": 0}
 
 
