@@ -1006,7 +1006,7 @@ def test_batch_of_one_class_and_of_one_row(engine: str, form: str) -> None:
 @engines
 def test_absent_classes_keep_their_rows(engine: str) -> None:
     fed = run(engine=engine, draws=[[0], [1], [1]])
-    before = fed.rounds[1].received
+    before = fed.rounds[1].received[0]
     assert torch.equal(fed.shared.u_g.values[1:], before.u_g.values[1:])
     assert torch.equal(fed.shared.u_g.has, before.u_g.has) and not before.u_g.has.all()
     assert bool(fed.shared.u_g.values.isfinite().all()) and bool(fed.private.exemplars.values.isfinite().all())
@@ -1195,7 +1195,7 @@ def test_recorded_prototypes() -> None:
     assert fed.method.prototypes(fed.shared, fed.private) is fed.shared.u_g
     rows, labels = fed.method.client_prototypes(fed.last.uploads[0])  # type: ignore[misc]
     assert rows.shape == (len(labels), 4)
-    assert ragged(FedCSPC(n_repeat=0)).run().method.client_prototypes(fed.last.received) is None
+    assert ragged(FedCSPC(n_repeat=0)).run().method.client_prototypes(fed.last.received[0]) is None
 
 
 @engines
