@@ -122,7 +122,12 @@ class CSPC(Plugin):
         if not self.n_repeat:
             return b
         up = f"{b.up} + N_i*d + N_i*int" + (" + K_i*int" if self.ug_weighting == "per_sample" else "")
-        return b._replace(down=f"{b.down} + K_t*d", up=up, forward=f"{b.forward} + n", server="an average, calibration")
+        return b._replace(
+            down=f"{b.down} + K_t*d",
+            up=up,
+            forward="n" if b.forward == "0" else f"{b.forward} + n",
+            server="an average, calibration",
+        )
 
     # fmt: off
     n_clusters: int = number(

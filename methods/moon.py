@@ -88,7 +88,7 @@ class MOON(FedAvg):
         if self.second_term == "l2":
             return Bill(forward="E*n")
         models = self.prev_buffer
-        return Bill(forward=f"{1 + models}*E*n", state=f"{models}*P + int")
+        return Bill(forward=f"{1 + models}*E*n", state=f"{models}*P + int" if models > 1 else "P + int")
 
     def representation(self, r: Tensor, z: Tensor) -> Tensor:
         """What is contrasted [rows, Q], of r [rows, d] and z [rows, Q]."""

@@ -5,7 +5,7 @@ from __future__ import annotations
 import inspect
 from collections.abc import Mapping, Sequence
 from pathlib import Path
-from typing import Any
+from typing import TYPE_CHECKING, Any
 
 from rich.console import Console, Group
 from rich.table import Table
@@ -16,6 +16,9 @@ from .cells import Cell
 from .errors import UserError
 from .protocol import Protocol
 
+if TYPE_CHECKING:
+    from .method import Method
+
 
 def _doc(name: str) -> str:
     return inspect.cleandoc(registry.module(name).__doc__ or "")
@@ -24,18 +27,27 @@ def _doc(name: str) -> str:
 def all_methods() -> Table:
     """A line per method."""
     table = Table(title="Methods")
-    for column in ("name", "idea"):
-        table.add_column(column)
+    table.add_column("name", no_wrap=True)
+    for column in ("idea", "down", "up", "trained", "forward", "client keeps"):
+        table.add_column(column, overflow="fold")
     for name in registry.names():
-        table.add_row(name, Text(_doc(name).split("\n\n")[0].replace("\n", " ")))
-    table.caption = "protofl methods NAME shows one with all its options"
+        idea = _doc(name).split("\n\n")[0].replace("\n", " ").partition(": ")[2]
+        bill = registry.load(name)().bill()
+        table.add_row(name, *map(Text, (idea, bill.down, bill.up, bill.trained, bill.forward, bill.state)))
+    added = "; ".join(f"{p}: {_doc('fedavg+' + p).split(': ', 1)[1].splitlines()[0]}" for p in registry.plugins())
+    table.caption = (
+        "What a client receives and sends (floats), trains on and passes forward (samples) in a round, and keeps, by default. "
+        "P: all parameters, B: all but the output layer, H: that layer; K: classes, K_t: with a prototype, K_i: of the client; "
+        "d, q, z: widths of encoder, embedding, projection; n, E: samples, local epochs. "
+        f"Plug-ins (METHOD+PLUGIN): {added} protofl methods NAME shows one with all its options"
+    )
     return table
 
 
 def one(name: str) -> Group:
     """A method: its docstring, its options, and the protocol fields that its paper leaves open."""
     cls = registry.load(name)
-    parts: list[Any] = [Text(_doc(name)), Text()]
+    parts: list[Any] = [Text(_doc(name)), Text(), _bill(cls())]
     parts.append(_options(f"Options of {registry.label(name)} (--set {registry.label(name)}.OPTION=VALUE)",
                           options.fields(cls)))  # fmt: skip
     fields = options.fields(Protocol)
@@ -52,6 +64,15 @@ def one(name: str) -> Group:
         if needs:
             parts.append(Text("  it needs: " + ", ".join(f"{k}={options.text(v)}" for k, v in needs.items())))
     return Group(*parts)
+
+
+def _bill(method: Method) -> Table:
+    """What a round costs a client."""
+    table = Table(title="Cost of a client and a round, by default (symbols: protofl methods)")
+    for column in ("receives", "sends", "samples trained", "samples forward", "keeps", "server"):
+        table.add_column(column, overflow="fold")
+    table.add_row(*map(Text, method.bill()))
+    return table
 
 
 def _options(title: str, fields: Mapping[str, Any]) -> Table:

@@ -41,7 +41,8 @@ class Settings:
         if name in LISTS and not (_texts(given) and all(isinstance(v, str | int | float) for v in _texts(given))):
             raise UserError(f"{where}: {name} must be a value or a list of values, and not an empty one")
         if name == "methods":
-            self.methods = [str(m) for m in _texts(given)]
+            asked = [str(m) for m in _texts(given)]
+            self.methods = [m for one in asked for m in (registry.names() if one == "all" else [one])]
         elif name == "preset":
             self.preset = str(given)
         elif name == "seeds":
