@@ -56,7 +56,8 @@ def root(
 @app.command()
 def bench(
     methods: Annotated[
-        Text, typer.Option(help="Names (see `protofl methods`), all, METHOD+PLUGIN, or files ./NAME.py, with commas; default: the six methods.")
+        Text, typer.Option(help="Names (see `protofl methods`), all, METHOD+PLUGIN, files ./NAME.py, with commas; "
+                                "default: the six methods.")
     ] = None,
     dataset: Annotated[
         Text, typer.Option(help="A name (see `protofl datasets`), a folder with train/ and test/, or a .npz; default: digits.")

@@ -180,6 +180,40 @@ def legend(figure: Figure, tidy: pd.DataFrame, columns: int) -> None:
     figure.legend(handles, words, loc="outside lower center", ncols=math.ceil(len(words) / rows))
 
 
+COSTS = {
+    "crossed": "sent and received, MB\nper client and round",
+    "work": "sample-passes\nper client and round",
+    "state_mb": "kept by a client, MB",
+    "seconds_aggregate": "server, seconds per round",
+}
+"""Panels of the cost picture: what is drawn, and its title."""
+
+
+def draw_cost(tidy: pd.DataFrame, path: Path) -> None:
+    """What a method costs: bytes, samples, memory of clients and the server's time, a bar per method."""
+    figure, axes = blank(10.2, 0.24 * len(tidy) + 1.3, 1, len(COSTS), sharey=True)
+    mine = tidy.iloc[::-1]
+    colours = [style.colour(str(m)) for m in mine["method"]]
+    at = np.arange(len(mine))
+    drawn = {
+        "crossed": mine["down_mb"] + mine["up_mb"],
+        "work": mine["trained"] + mine["forward"] / 3,
+        "state_mb": mine["state_mb"],
+        "seconds_aggregate": mine["seconds_aggregate"],
+    }
+    for ax, (name, title) in zip(axes, COSTS.items()):
+        values = drawn[name].astype(float)
+        bars = ax.barh(at, values.fillna(0), color=colours, height=0.7)
+        ax.bar_label(bars, [f" {v:,.3g}" if v == v else " -" for v in values], fontsize=7, color="#333333")
+        ax.set_title(title, fontsize=8.5)
+        ax.margins(x=0.32)
+        ax.locator_params(axis="x", nbins=3)
+        ax.grid(False, axis="y")
+        ax.tick_params(axis="y", length=0)
+    axes[0].set_yticks(at, [short(plain(str(label)), 30) for label in mine["label"]])
+    save(figure, path)
+
+
 def draw_split(tidy: pd.DataFrame, path: Path) -> None:
     """Samples by client and class as a heat map, with the clients' sizes beside it."""
     from matplotlib.colors import PowerNorm

@@ -51,6 +51,20 @@ def _marks(fates: set[str]) -> str:
     return "".join(f" {text}" for fate, text in words.items() if fate in fates)
 
 
+def cost(made: Report, s: Setting) -> list[str]:
+    """What the methods cost, side by side."""
+    mine = made.of("cost.csv", s)
+    mine = mine[mine["down_mb"].notna()]
+    if mine.empty:
+        return []
+    caption = (
+        "Means over rounds and seeds. A sample-pass is forward and backward; a forward pass alone counts a third. "
+        "Data: [cost.csv](cost.csv)"
+    )
+    return [made.picture("cost", s, "Cost by method: bytes, samples, memory, server time", caption,
+                         lambda path: figures.draw_cost(mine, path))]  # fmt: skip
+
+
 def split(made: Report, s: Setting) -> list[str]:
     """The heat map of the split."""
     mine = made.of("split.csv", s)

@@ -22,9 +22,11 @@ PERSONAL = (
 )
 COST = (
     "Communication in MB (1e6 bytes, 4 per float): *down* and *up* per round and drawn client; *one-time*: "
-    "constants and the exchange before round 0; *total*: the whole run, all clients. Seconds: parts per "
-    "round, then the whole run. Memory in MB. Means over seeds; seconds and memory hold for the machine "
-    "named above."
+    "constants, the exchange before round 0 and that after the last; *total*: the whole run, all clients. "
+    "*trained*, *forward*: samples passed forward and backward, and forward alone, per round and drawn client; "
+    "*kept*: MB that a client keeps between rounds. Seconds: parts per round (*aggregate*: the server), then the "
+    "whole run. Memory in MB. Means over seeds; seconds and memory hold for the machine named above. The formulas: "
+    "`protofl methods`."
 )
 
 
@@ -83,7 +85,7 @@ def _shortened(s: Setting) -> str:
 
 def _missing(rows: Sequence[Sequence[str]]) -> str:
     used = any(cell == tables.MISSING for row in rows for cell in row)
-    return f"`{tables.MISSING}`: not measured or not defined." if used else ""
+    return f"`{tables.MISSING}`: not measured." if used else ""
 
 
 def chance_level(s: Setting) -> float | None:
@@ -159,6 +161,23 @@ def readings(made: Report, s: Setting) -> list[str]:
     ]
 
 
+def personal_readings(made: Report, s: Setting) -> list[str]:
+    """Methods whose personal models can be read in several ways."""
+    cells = tables.Cells(made.data["accuracy.csv"], s.number)
+    rows = [
+        [escape(e.label), escape(name), *(cells.percent(e.label, f"{m}:{name}", last.name) for m in tables.WEIGHTINGS)]
+        for e in s.entries
+        for name in tables.readings(e, "pm_scores")
+    ]
+    if not rows:
+        return []
+    return [
+        "### Other readings of the personalised models",
+        table(["method", "reading", "PM(V)", "PM(L)", "PM uniform"], rows),
+        "Ways to read the same models, last round, %; one of them is the method's PM.",
+    ]
+
+
 def cost(made: Report, s: Setting) -> list[str]:
     """Communication, time and memory."""
     mine = made.of("cost.csv", s).set_index("label")
@@ -167,13 +186,17 @@ def cost(made: Report, s: Setting) -> list[str]:
         "up_mb": 3,
         "once_mb": 3,
         "total_mb": 1,
+        "trained": 0,
+        "forward": 0,
+        "state_mb": 3,
         **{f"seconds_{p}": 2 for p in tables.PARTS},
         "seconds_total": 1,
         "memory_mb": 0,
     }
     if not mine[list(digits)].notna().any().any():
         return []
-    heads = ["method", "down", "up", "one-time", "total", *tables.PARTS, "whole run", "peak memory", "rounds"]
+    heads = ["method", "down", "up", "one-time", "total", "trained", "forward", "kept", *tables.PARTS, "whole run",
+             "peak memory", "rounds"]  # fmt: skip
     rows = []
     for e in s.entries:
         values = mine.loc[e.label]

@@ -17,8 +17,24 @@ METRICS = ("gm", "pm_v", "pm_l", "pm_uniform")
 
 def value(row: Row, metric: str) -> float | None:
     """A metric of a row; `gm:network`: the reading `network` of the GM. None: not measured or not defined."""
+    told, key = _place(row, metric)
+    return number(told.get(key))
+
+
+def _place(row: Row, metric: str) -> tuple[Row, str]:
+    """Where a row has a metric; readings of personal models lie by reading, then by weighting."""
     name, _, reading = metric.partition(":")
-    return number(row.get("gm_scores", {}).get(reading) if reading else row.get(name))
+    if not reading:
+        return row, name
+    if name == "gm":
+        return row.get("gm_scores", {}), reading
+    return row.get("pm_scores", {}).get(reading, {}), name.removeprefix("pm_")
+
+
+def undefined(row: Row, metric: str) -> bool:
+    """Whether a row says that the metric means nothing for its method; not: that it was not measured."""
+    told, key = _place(row, metric)
+    return key in told and told[key] is None
 
 
 def evaluated(rows: Sequence[Row]) -> list[Row]:

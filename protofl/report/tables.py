@@ -13,12 +13,13 @@ from rich.text import Text
 
 from .groups import Entry, Setting, settings
 from .read import Run, number
-from .select import METRICS, RULES, Row, evaluated, last
+from .select import METRICS, RULES, Row, evaluated, last, undefined, value
 
 WEIGHTINGS = ("pm_v", "pm_l", "pm_uniform")
 SPREADS = tuple(f"{m}_{s}" for m in WEIGHTINGS for s in ("std", "worst10"))
 PARTS = ("train", "prototype", "aggregate", "evaluate")
 MISSING = "-"
+UNDEFINED = "not defined"
 
 PER_RUN = ["setting", "method", "label", "digest", "seed", "status", "metric", "rule", "value", "round"]
 ACCURACY = [
@@ -37,6 +38,7 @@ ACCURACY = [
     "rounds",
     "finished",
     "status",
+    "undefined",
 ]
 COST = [
     "setting",
@@ -48,6 +50,9 @@ COST = [
     "up_mb",
     "once_mb",
     "total_mb",
+    "trained",
+    "forward",
+    "state_mb",
     *[f"seconds_{p}" for p in PARTS],
     "seconds_total",
     "memory_mb",
@@ -61,16 +66,17 @@ def frame(rows: Iterable[dict[str, Any]], columns: list[str]) -> pd.DataFrame:
     return pd.DataFrame(list(rows), columns=columns)
 
 
-def readings(entry: Entry) -> list[str]:
-    """The readings of the global model that the method records, if it has more than one."""
+def readings(entry: Entry, scores: str = "gm_scores") -> list[str]:
+    """The readings of the global (or with pm_scores of the personal) models that a method records, if several."""
     rows = [r for run in entry.used for r in run.rounds]
-    names = list(dict.fromkeys(name for r in rows for name in r.get("gm_scores", {})))
+    names = list(dict.fromkeys(name for r in rows for name in r.get(scores, {})))
     return names if len(names) > 1 else []
 
 
 def metrics(entry: Entry) -> list[str]:
     """What a method may have been measured by."""
-    return [*METRICS, *SPREADS, *(f"gm:{name}" for name in readings(entry))]
+    personal = [f"{m}:{name}" for name in readings(entry, "pm_scores") for m in WEIGHTINGS]
+    return [*METRICS, *SPREADS, *(f"gm:{name}" for name in readings(entry)), *personal]
 
 
 def per_run(runs: Sequence[Run]) -> pd.DataFrame:
@@ -143,6 +149,7 @@ def _over_seeds(entry: Entry, metric: str, rule: str, ddof: int) -> dict[str, An
         "high": max(values, default=None),
         "seeds": " ".join(str(run.seed) for run, _ in found),
         "rounds": " ".join(str(pick.round(entry.rows(run))) for run, _ in found),
+        "undefined": not found and any(undefined(r, metric) for run in entry.used for r in pick.rows(entry.rows(run))),
     }
 
 
@@ -152,8 +159,10 @@ def _over_seeds(entry: Entry, metric: str, rule: str, ddof: int) -> dict[str, An
 def cost(runs: Sequence[Run]) -> pd.DataFrame:
     """Setting x method -> communication (MB = 1e6 bytes), seconds and memory, means over the seeds.
 
-    `down_mb`, `up_mb`: per round and drawn client; `once_mb`: constants and the exchange before round 0;
-    `total_mb`: all that crossed in the run; `seconds_*`: per round, `seconds_total`: the whole run.
+    `down_mb`, `up_mb`: per round and drawn client; `once_mb`: constants, the exchange before round 0 and that after the
+    last; `total_mb`: all that crossed in the run; `trained`, `forward`: samples passed forward and backward, and forward
+    alone, per round and drawn client; `state_mb`: the most that a client kept between rounds; `seconds_*`: per round,
+    `seconds_total`: the whole run.
     """
     return frame(({**head(s, e), "n": len(e.used), **_mean_cost(e)} for s in settings(runs) for e in s.entries), COST)
 
@@ -172,10 +181,12 @@ def _mean(values: list[float], wanted: int) -> float | None:
 def _cost(rows: Sequence[Row]) -> dict[str, float | None]:
     """What one run cost; None where a part was not recorded."""
     played = [r for r in rows if r["round"] >= 0]
-    before = [r for r in rows if r["round"] < 0]
+    apart = [r for r in rows if r["round"] < 0] + [r["final"] for r in rows if isinstance(r.get("final"), dict)]
+    samples = [r.get("samples", {}) for r in played]
+    state = [v for r in rows if (v := number(r.get("state_bytes"))) is not None]
     drawn = sum(len(r.get("clients") or []) for r in played)
     down, up = total(played, "bytes_down"), total(played, "bytes_up")
-    extra = [total(rows, "bytes_once"), *(total(before, n) for n in ("bytes_down", "bytes_up") if before)]
+    extra = [total([*rows, *apart], "bytes_once"), *(total(apart, n) for n in ("bytes_down", "bytes_up") if apart)]
     once = _sum(extra)
     seconds = {p: total([r.get("seconds", {}) for r in played], p) for p in PARTS}
     everything = [total([r.get("seconds", {}) for r in rows], p) for p in PARTS]
@@ -186,6 +197,9 @@ def _cost(rows: Sequence[Row]) -> dict[str, float | None]:
         "up_mb": _per(up, drawn * 1e6),
         "once_mb": _per(once, 1e6),
         "total_mb": _per(_sum([down, up, once]), 1e6),
+        "trained": _per(total(samples, "trained"), drawn),
+        "forward": _per(total(samples, "forward"), drawn),
+        "state_mb": _per(max(state, default=None), 1e6),
         **{f"seconds_{p}": _per(v, len(played)) for p, v in seconds.items()},
         "seconds_total": _sum([v for v in everything if v is not None]),
         "memory_mb": max(memory, default=None),
@@ -221,13 +235,15 @@ class Cells:
 
     def row(self, label: str, metric: str, rule: str) -> dict[str, Any]:
         """The tidy row; an empty one with n = 0 if the method has no such metric."""
-        empty: dict[str, Any] = {"n": 0, "mean": None, "sd": None, "rounds": "", "finished": False}
+        empty: dict[str, Any] = {"n": 0, "mean": None, "sd": None, "rounds": "", "finished": False, "undefined": False}
         return self._rows.get((label, metric, rule), empty)
 
     def percent(self, label: str, metric: str, rule: str) -> str:
-        """`63.17 ± 0.42`, without the ± for fewer than two seeds, `-` where there is no number."""
+        """`63.17 ± 0.42`, without the ± for fewer than two seeds; a word or `-` where there is no number."""
         row = self.row(label, metric, rule)
-        return MISSING if row["mean"] is None else with_spread(row["mean"], row["sd"])
+        if row["mean"] is None:
+            return UNDEFINED if row["undefined"] else MISSING
+        return with_spread(row["mean"], row["sd"])
 
     def highest(self, labels: Sequence[str], metric: str, rule: str) -> set[str]:
         """Which finished methods have the highest mean as printed; none if fewer than two can be compared."""
@@ -265,7 +281,7 @@ def terminal(runs: Sequence[Run]) -> Table:
     heads = [
         "method",
         *(f"GM {r.short}" for r in RULES.values()),
-        *(["PM(V) last"] if has_pm else []),
+        *(["PM(V) last", "PM(L) last"] if has_pm else []),
         "n",
     ]
     for name in [*(["setting"] if len(made) > 1 else []), *heads, "status"]:
@@ -289,14 +305,20 @@ def _terminal_rows(setting: Setting, cells: Cells, has_pm: bool) -> Iterable[lis
             bold = e.label in top and name == setting.headline.name
             row.append(Text(cells.percent(e.label, "gm", name), style="bold" if bold else ""))
         if has_pm:
-            row.append(Text(cells.percent(e.label, "pm_v", last.name)))
+            row += [Text(cells.percent(e.label, m, last.name)) for m in ("pm_v", "pm_l")]
         yield [*row, Text(str(len(e.used))), Text(e.state, style="" if e.state == "finished" else "yellow")]
 
 
 def _caption(made: Sequence[Setting], tidy: pd.DataFrame) -> str:
     counted = [int(n) for n in tidy.loc[tidy["metric"] == "gm", "n"]]
     parts = [over(counted, made[0].ddof if made else 1), "bold: highest mean of the headline"]
-    if any(r.get("gm") is None for s in made for e in s.entries for run in e.used for r in evaluated(run.rounds)):
-        parts.append(f"{MISSING}: not measured or not defined")
+    if any(
+        not e.used or value(r, "gm") is None
+        for s in made
+        for e in s.entries
+        for run in e.used
+        for r in evaluated(run.rounds)[-1:]
+    ):
+        parts.append(f"{MISSING}: not measured")
     lines = [f"setting {s.number}: {', '.join(f'{k}={v}' for k, v in s.differs.items())}" for s in made if s.differs]
     return "\n".join([*lines, "; ".join(parts)])

@@ -177,7 +177,24 @@ def test_cost(write: Write, line: Any) -> None:
     assert found["total_mb"] == pytest.approx(15.500030)
     assert (found["seconds_train"], found["seconds_evaluate"], found["memory_mb"]) == (2.0, 1.0, 7.0)
     assert found["seconds_total"] == 6.25
+    assert (found["trained"], found["forward"], found["state_mb"]) == (500.0, 50.0, 0.008)
     assert pd.isna(found["seconds_aggregate"])
+
+
+def test_the_exchange_after_the_last_round_is_billed_apart(write: Write, line: Any) -> None:
+    last = line(0, 0.2, [0, 1], bytes_down=4_000_000, bytes_up=0,
+                final={"clients": [0, 1, 2], "bytes_down": 300, "bytes_up": 700, "bytes_once": 0})  # fmt: skip
+    found = one(tables.cost(runs([write("fedproc", 0, (0.2,), rows=[last])])), method="fedproc")
+    assert (found["down_mb"], found["once_mb"]) == (2.0, pytest.approx(0.001))
+
+
+def test_undefined_is_not_unmeasured(write: Write, line: Any) -> None:
+    scores = {"prototype": {"v": 0.5, "l": None, "uniform": None}, "head": {"v": 0.25, "l": 0.5, "uniform": 0.75}}
+    rows = [line(0, None, [0], gm_scores={}, pm_v=0.5, pm_l=None, pm_uniform=None, pm_scores=scores)]
+    cells = tables.Cells(tables.accuracy(runs([write("fedproto", 0, (None,), rows=rows)])), 1)
+    told = {m: cells.percent("FedProto", m, "last") for m in ("gm", "pm_v", "pm_l", "pm_v_std")}
+    assert [cells.percent("FedProto", f"pm_l:{k}", "last") for k in scores] == ["not defined", "50.00"]
+    assert told == {"gm": "not defined", "pm_v": "50.00", "pm_l": "not defined", "pm_v_std": "-"}
 
 
 def test_terminal(study: Path, write: Write) -> None:
