@@ -80,6 +80,7 @@ def what_was_run(s: Setting) -> str:
         "Split": _split(s),
         "Network": _network(s),
         "Training": _training(s),
+        "Of its own": _adapted(s),
         "Seeds": escape(", ".join(map(str, s.seeds))),
         "Not as by default": _changed(s),
         "Checks": _checks(s),
@@ -144,11 +145,21 @@ def _count(value: Any) -> str:
 def _training(s: Setting) -> str:
     p = s.first.protocol
     parts = [f"{word} = {escape(text(p[n]))}" for n, word in TRAINING.items() if n in p]
-    drawn = _span(len(row.get("clients") or []) for run in s.runs for row in run.rounds if row["round"] >= 0)
+    shared = [run for run in s.runs if not run.adapted] or s.runs
+    drawn = _span(len(row.get("clients") or []) for run in shared for row in run.rounds if row["round"] >= 0)
     if "participation" in p:
         parts.insert(1, f"participation {escape(text(p['participation']))} ({drawn} clients per round)")
     engines = list(dict.fromkeys(str(r.network["engine"]) for r in s.runs if r.network.get("engine")))
     return ", ".join(parts) + (f", engine {escape(' / '.join(engines))}" if engines else "")
+
+
+def _adapted(s: Setting) -> str:
+    """Methods with a budget or a population of their own."""
+    told = [(e.label, e.runs[0].adapted) for e in s.entries if e.runs[0].adapted]
+    return "; ".join(
+        f"{escape(label)}: {', '.join(f'{escape(n)} = {escape(text(v))}' for n, v in fields.items())}"
+        for label, fields in told
+    )
 
 
 def _span(counts: Iterable[int]) -> str:
@@ -167,10 +178,17 @@ def _changed(s: Setting) -> str:
 
 def _checks(s: Setting) -> str:
     """Whether what must be the same for all methods of a seed is the same."""
+
+    def shares(run: Run) -> bool:
+        """Whether the method draws clients as the table does."""
+        return not {"participation", "rounds", "client_sampling"} & run.adapted.keys()
+
     checks: dict[str, Callable[[Run], Any]] = {
         "split": lambda r: r.partition.get("index_hash"),
         "initial weights (of networks of one size)": lambda r: r.network.get("w0"),
-        "drawn clients": lambda r: {row["round"]: row.get("clients") for row in r.rounds if row["round"] >= 0},
+        "drawn clients": lambda r: {
+            row["round"]: row.get("clients") for row in r.rounds if row["round"] >= 0 and shares(r)
+        },
     }
     found = {name: _agree(s, read, weights=name.startswith("initial")) for name, read in checks.items()}
     good = [name for name, verdict in found.items() if verdict is True]
@@ -216,7 +234,7 @@ def population(entry: Entry) -> tuple[str, str]:
     ends = [r for run in entry.used for r in evaluated(entry.rows(run))[-1:] if number(r.get("pm_clients")) is not None]
     if not ends:
         return MISSING, MISSING
-    asked = entry.runs[0].protocol.get("pm_clients", MISSING)
+    asked = {**entry.runs[0].protocol, **entry.runs[0].adapted}.get("pm_clients", MISSING)
     skipped = [int(number(r.get("pm_skipped")) or 0) for r in ends]
     everyone = any(r["pm_clients"] + k > len(r.get("clients") or []) > 0 for r, k in zip(ends, skipped))
     counted = _span(int(r["pm_clients"]) for r in ends)

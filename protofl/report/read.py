@@ -66,6 +66,8 @@ class Run:
     """Hash of the method's source."""
     numbers: Any = None
     """The version of the code that makes the numbers."""
+    adapted: Document = field(default_factory=dict)
+    """Protocol fields in which the method departs from the table's: its own budget, its own population."""
 
     @property
     def known(self) -> bool:
@@ -136,7 +138,8 @@ def read(path: Path) -> Run:
     summary, summary_problem = _document(path / "summary.json")
     env, _ = _document(path / "env.json")
     protocol = document["protocol"]
-    total = _whole(protocol.get("rounds")) or _whole(summary.get("of"))
+    adapted = document.get("adapted", {})
+    total = _whole({**protocol, **adapted}.get("rounds")) or _whole(summary.get("of"))
     status, reason = _status(summary, (path / "done").exists(), rounds, total)
     if broken:
         status, reason = DAMAGED, broken
@@ -159,6 +162,7 @@ def read(path: Path) -> Run:
         total,
         str(document["method"].get("source") or ""),
         document.get("numbers"),
+        adapted,
     )
 
 
@@ -192,7 +196,7 @@ def _document(path: Path) -> tuple[dict[str, Any], str]:
 
 def _protocol_problem(document: Document) -> str:
     """What is wrong with the content of protocol.json; empty if nothing."""
-    for name in ("method", "protocol", "data", "partition", "network"):
+    for name in ("method", "protocol", "data", "partition", "network", "adapted"):
         if not isinstance(document.get(name, {}), dict):
             return f"protocol.json: {name} is not an object"
     method = document.get("method", {})

@@ -130,7 +130,10 @@ def personal(made: Report, s: Setting) -> list[str]:
         "Accuracy in % of the clients' own models in the last evaluated round, mean over clients.",
         f"{tables.over(counted, s.ddof)}. {BOLD if any(top.values()) else ''}",
         PERSONAL,
-        f"Models as in `pm_protocol` = {escape(s.first.protocol.get('pm_protocol', tables.MISSING))}.",
+        f"Models as in `pm_protocol` = {escape(s.first.protocol.get('pm_protocol', tables.MISSING))}, but for methods of "
+        "whose own a setting above says otherwise."
+        if any(e.runs[0].adapted for e in shown)
+        else f"Models as in `pm_protocol` = {escape(s.first.protocol.get('pm_protocol', tables.MISSING))}.",
         "Methods with different populations are not comparable." if len({row[6] for row in rows}) > 1 else "",
         _missing(rows),
     ]

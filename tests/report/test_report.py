@@ -242,3 +242,16 @@ def test_without_a_display(write: Write, tmp_path: Path, display: str | None) ->
     command = [sys.executable, "-W", "error::RuntimeWarning", "-c", code, str(folder), str(tmp_path / "out")]
     subprocess.run(command, check=True, env=env)
     assert (tmp_path / "out" / "curves.png").read_bytes().startswith(b"\x89PNG")
+
+
+def test_a_budget_of_its_own_is_told(write: Write, tmp_path: Path, line: Any) -> None:
+    """A method that plays fewer rounds with other clients is whole, and no unlike partner."""
+    write("fedavg", 0, (0.5, 0.6), rows=[line(0, 0.5, [0, 1]), line(1, 0.6, [1, 2])])
+    rows = [line(0, None, [0, 1, 2], gm_scores={}, pm_v=0.5, pm_clients=3, pm_skipped=0)]
+    own = {"adapted": {"rounds": 1, "participation": 1.0, "pm_clients": "all"}}
+    folder = write("solo", 0, (None, None), rows=rows, document=own)
+    text = report(folder.parent, tmp_path / "out", title="t").read_text()
+    assert "* **Of its own**: solo: rounds = 1, participation = 1, pm\\_clients = all" in text
+    assert "not the same for all" not in text and "(2 clients per round)" in text
+    personal = cells(section(text, "Accuracy of the personalised models (PM)"), "solo")
+    assert personal[1] == "50.00" and personal[6:8] == ["all", "3"] and personal[-1] == "finished"
