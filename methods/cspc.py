@@ -269,9 +269,9 @@ class CSPC(Plugin):
         program = super().local(client, shared, own)
         if self.samples_triplets(client.task.protocol.batch_size):
             program = self.with_triplets(client, program)
-        upload, changed = yield from program
+        upload, *rest = yield from program
         if not self.n_repeat:
-            return upload, changed
+            return upload, *rest
         rows, read = yield Collect(
             upload.net,
             self.encoded,
@@ -280,7 +280,7 @@ class CSPC(Plugin):
             drop_last=self.proto_drop_last,
             stream=client.stream("fedcspc", "survey"),
         )
-        return upload | self.represent(client, rows.h, client.y[read.to(client.y.device)]), changed
+        return upload | self.represent(client, rows.h, client.y[read.to(client.y.device)]), *rest
 
     def collect_mode(self, net: Net, w: Tree) -> str:
         """Without batch statistics nobody sees batches: then both values read the samples in stored order."""

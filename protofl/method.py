@@ -123,7 +123,8 @@ class Train:
     three see the parameters that move, and only those. `loss` returns a scalar, or (scalar, Tree of named terms to
     be recorded). `frozen` gives per-row tensors of constant models, once per sample where nothing is random.
     `tally` gathers sums before each step of the last epoch, or of every epoch. `stream` feeds `noise`; batches and
-    augmentation come from the training stream, which nothing else touches.
+    augmentation come from the training stream, which nothing else touches. `recorded`: whether its loss goes into the
+    record of the round; not where only the evaluation wants the result.
     """
 
     start: Tree
@@ -141,6 +142,8 @@ class Train:
     tally_epochs: str = "last"  # "last" | "all"
     noise: Noise | None = None
     stream: RandomState | None = None
+    optimizer: str = "new"  # "same": with the momenta that this program's Train before left
+    recorded: bool = True
 
 
 @dataclass(frozen=True, eq=False)
@@ -314,10 +317,11 @@ class Server:
 class Bill(NamedTuple):
     """Cost of one client in one round, as Python expressions of the symbols below; P floats each way is FedAvg's.
 
-    P, B, H, L: parameters of the network, all but the output layer, of it, of the projection; K: classes, K_t: with a
-    global prototype, K_i: of the client, N_i: prototypes of the client; d, q, z: width of the encoder, the embedding
-    (input of the output layer) and the projection's output; n, E: samples and local epochs of the client; int: an
-    integer (two floats). Buffers of BatchNorm count with the part that they belong to.
+    P, B, H, L, V: parameters of the network, all but the output layer, of it, of the projection, of the last block
+    before the output layer (`Net.last_block`); K: classes, K_t: with a global prototype, K_i: of the client, N_i:
+    prototypes of the client; d, q, z: width of the encoder, the embedding (input of the output layer) and the
+    projection's output; n, E: samples and local epochs of the client; int: an integer (two floats). Buffers of
+    BatchNorm count with the part that they belong to.
     """
 
     down: str = "P"

@@ -36,8 +36,8 @@ class MethodError(RuntimeError):
 class Job:
     """One client program under way.
 
-    momenta: SGD's buffers by parameter name, kept between requests of optimizer_reset=never. terms: means over steps
-    of the loss terms, by name.
+    momenta: SGD's buffers by parameter name, kept between requests of optimizer_reset=never; latest: those that the
+    last Train left, until the program ends. terms: means over steps of the loss terms, by name.
     """
 
     client: RunClient
@@ -45,6 +45,7 @@ class Job:
     shared: Tree
     own: Tree
     momenta: Tree | None = None
+    latest: Tree = field(default_factory=Tree)
     request: Any = None
     result: Any = None
     terms: Tree = field(default_factory=Tree)
@@ -61,7 +62,7 @@ class Job:
             self.request = self.running.send(answer)
             return True
         except StopIteration as stop:
-            self.result = stop.value
+            self.result, self.latest = stop.value, Tree()
             return False
 
 
@@ -278,12 +279,13 @@ class Engine:
                     c.lr, c.round, c.rounds)  # fmt: skip
 
     def start_momenta(self, job: Job, names: Sequence[str], w: Tree) -> Tree:
-        """SGD's buffers: zero, or as the client left them."""
-        kept = job.momenta or Tree()
+        """SGD's buffers: zero, or as the client, or the Train before, left them."""
+        kept = (job.momenta or Tree()) | (job.latest if job.request.optimizer == "same" else Tree())
         return Tree({k: kept[k].clone() if k in kept else torch.zeros_like(w[k]) for k in names})
 
     def keep_momenta(self, job: Job, momenta: Tree) -> None:
-        """optimizer_reset=never: the client's buffers outlive the request."""
+        """The buffers outlive the request; with optimizer_reset=never the program too."""
+        job.latest = momenta
         if self.protocol.optimizer_reset == "never":
             job.momenta = (job.momenta or Tree()) | momenta
 

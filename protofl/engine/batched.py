@@ -254,7 +254,7 @@ class Batched(Engine):
                     now[k].copy_(v)
         for job, out, kept, own_terms in zip(jobs, plans, unstack(momenta, len(jobs)), unstack(terms, len(jobs))):
             self.keep_momenta(job, kept)
-            job.terms = job.terms | (own_terms / len(out.size))
+            job.terms = job.terms | (own_terms / len(out.size) if r.recorded else Tree())
         weights = unstack(w, len(jobs))
         return list(zip(weights, unstack(sums, len(jobs)))) if r.tally else weights
 

@@ -72,7 +72,7 @@ class Loop(Engine):
                 w = w | net.updates
             self.count(net.passes, len(b.y))
         self.keep_momenta(job, momenta)
-        job.terms = job.terms | (terms / len(plan.size))
+        job.terms = job.terms | (terms / len(plan.size) if r.recorded else Tree())
         w = w.map(Tensor.detach)
         return (w, sums) if r.tally else w
 

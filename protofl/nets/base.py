@@ -109,8 +109,10 @@ class Net:
         updates: new values of running statistics by full name, detached; filled in mode "train" alone.
         passes: an entry per pass of the encoder over the batch: whether gradients flow back through it.
         moves: whether the encoder is trained by what is computed now.
+        encoder_end: names (a regular expression) of the encoder's last layers; None where a net does not say.
         default_scale: where FedNH's cosine scale starts (Conv2Cifar 1, ResNet18 20 in its code).
         optional_relu: whether `encode` can leave out the ReLU before r.
+        pools: whether r is the mean of a `feature_map` over its places.
     """
 
     encoder = r"encoder\."
@@ -118,8 +120,10 @@ class Net:
     head = r"head\."
     aux = r"aux\."
     buffers = r".*\.(running_mean|running_var|num_batches_tracked)$"
+    encoder_end: str | None = None
     default_scale: float = 1.0
     optional_relu: bool = False
+    pools: bool = False
 
     def __init__(self, name: str, encoded: int, options: Options) -> None:
         self.name = name
@@ -207,6 +211,12 @@ class Net:
                 torch.nn.init.kaiming_normal_(w[name], mode="fan_out", nonlinearity="relu", generator=generator)
         return w
 
+    @property
+    def last_block(self) -> str | None:
+        """Names (a regular expression) of what stands before the output layer: the projection that it reads, or else
+        the encoder's last layers; None where a net does not tell its last layers apart."""
+        return self.projection if self.projected and self.reads_z else self.encoder_end
+
     def trainable(self, w: Tree) -> Tree:
         """The parameters among `w`: all but the buffers."""
         return w.without(self.buffers)
@@ -243,6 +253,21 @@ class Net:
     def _encode(self, w: Tree, x: Tensor, relu: bool) -> Tensor:
         """What an encoder defines; relu is False only where `optional_relu` allows it."""
         raise NotImplementedError
+
+    def feature_map(self, w: Tree, x: Tensor) -> Tensor:
+        """The map [rows, d, H', W'] of x [rows, C, H, W] that `pool` makes r of (`pools` nets only)."""
+        if not self.pools:
+            raise UserError(f"net {self.name}: r is not the mean of a feature map; the ResNets' is")
+        self.passes.append(self.moves and torch.is_grad_enabled())
+        return self._feature_map(w, x)
+
+    def _feature_map(self, w: Tree, x: Tensor) -> Tensor:
+        """What an encoder that pools defines."""
+        raise NotImplementedError
+
+    def pool(self, maps: Tensor) -> Tensor:
+        """r [rows, d] of maps [rows, d, H', W']."""
+        return maps.mean((2, 3))
 
     def project(self, w: Tree, r: Tensor) -> Tensor:
         """z [rows, Q] of r [rows, d]; r itself without a projection; of length 1 (or 0) with z_normalize."""

@@ -6,6 +6,7 @@ resnet50_bn is that of MOON (4.1) and FedProc on CIFAR-100 and Tiny-ImageNet, re
 
 from __future__ import annotations
 
+import re
 from typing import Literal, NamedTuple, get_args
 
 import torch.nn.functional as F
@@ -66,6 +67,7 @@ class ResNet(Net):
     """
 
     default_scale = 20.0
+    pools = True
 
     def __init__(self, name: str, options: Options, stem: Stem, norm: Norm) -> None:
         self.layers, self.stem, self.norm = LAYERS[name], stem, norm
@@ -74,6 +76,7 @@ class ResNet(Net):
         super().__init__(name, 2048 if self.layers.bottleneck else 512, options)
         self.first = Conv(self.shape[2], 64, *((3, 1) if stem == "cifar" else (7, 2)))
         self.blocks = _blocks(self.layers)
+        self.encoder_end = re.escape(f"{self.blocks[-1].name}.")
 
     def encoder_table(self) -> list[Entry]:
         out = self._conv_table("encoder.conv1", self.first)
@@ -96,13 +99,16 @@ class ResNet(Net):
         return declare_norm(name, channels, running=self.norm == "batchnorm")
 
     def _encode(self, w: Tree, x: Tensor, relu: bool) -> Tensor:
+        return self.pool(self._feature_map(w, x))
+
+    def _feature_map(self, w: Tree, x: Tensor) -> Tensor:
         x = self._normalised(w, "encoder.norm1", convolve(x, w["encoder.conv1.weight"], self.first))
         x = F.relu(x)
         if self.stem == "imagenet":
             x = F.max_pool2d(x, 3, stride=2, padding=1)
         for block in self.blocks:
             x = self._block(w, block, x)
-        return x.mean((2, 3))
+        return x
 
     def _block(self, w: Tree, block: Block, x: Tensor) -> Tensor:
         """x [rows, channels in, H, W] -> [rows, channels out, H / stride, W / stride]."""

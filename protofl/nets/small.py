@@ -60,6 +60,7 @@ class SmallNet(Net):
             options = options._replace(projection_dim=None)
         super().__init__(name, self.layers.widths[-1], options._replace(head_bias=self.layers.head_bias))
         self.optional_relu = self.layers.optional_relu
+        self.encoder_end = rf"encoder\.fc{len(self.layers.widths)}\."
         height, width, channels = self.shape
         if self._side(height) < 1 or self._side(width) < 1:
             too_small(name, self.shape, next(s for s in itertools.count(1) if self._side(s) >= 1))
