@@ -38,7 +38,6 @@ from torch import Tensor
 
 from protofl.errors import UserError
 from protofl.method import (
-    WEIGHTINGS,
     Batch,
     Bill,
     Client,
@@ -301,8 +300,7 @@ class FedProto(Method):
         has = table.has & (client.counts > 0) if few else table.has
         if bool(has.any()):
             tree["proto"] = Rows(table.values, has)
-        only = ("v",) if few and self.predict == "proto" else WEIGHTINGS
-        return Model(tree, self.scores, loss="head", only=only)
+        return Model(tree, self.scores, loss="head", only={"proto": ("v",)} if few else {})
 
     def prototypes(self, shared: Tree, private: Tree) -> Rows:
         table: Rows = shared.proto

@@ -4,7 +4,7 @@ from __future__ import annotations
 
 import math
 from collections.abc import Mapping
-from dataclasses import dataclass
+from dataclasses import dataclass, field
 from typing import Any
 
 import numpy as np
@@ -41,13 +41,13 @@ class Scored:
     """What a model got right on the whole test set.
 
     confusion: by the name of the scores, the headline first, [K, K] counts (true class, predicted class), or None
-    where the scores are undefined; loss: mean cross-entropy, None where undefined; only: the weightings under which the
-    headline means something.
+    where the scores are undefined; loss: mean cross-entropy, None where undefined; only: by the name of the scores, the
+    weightings under which they mean something (default: all).
     """
 
     confusion: dict[str, np.ndarray | None]
     loss: float | None
-    only: tuple[str, ...] = WEIGHTINGS
+    only: Mapping[str, tuple[str, ...]] = field(default_factory=dict)
 
     @property
     def headline(self) -> np.ndarray | None:
@@ -151,7 +151,7 @@ def _each(
     out: dict[str, list[float | None]] = {w: [] for w in WEIGHTINGS}
     for i, one in scored.items():
         confusion = one.confusion.get(name)
-        defined = one.only if name == next(iter(one.confusion)) else WEIGHTINGS
+        defined = one.only.get(name, WEIGHTINGS)
         for weighting, weights in class_weights(counts[i]).items():
             value = None
             if confusion is not None and counts[i].sum() and weighting in defined:

@@ -23,6 +23,7 @@ from __future__ import annotations
 import math
 from collections.abc import Callable, Generator, Mapping
 from dataclasses import dataclass, field
+from types import MappingProxyType
 from typing import TYPE_CHECKING, Any, ClassVar, NamedTuple
 
 import torch.nn.functional as F
@@ -195,14 +196,14 @@ class Model(NamedTuple):
 
     scores(net, tree, x) -> [rows, classes], or several by name, of which the first is the headline; a name whose
     scores are undefined maps to None. Predictions are the argmax; the loss is the cross-entropy of the scores called
-    `loss` (default: the headline), which must be logits. only: the weightings of protocol 5.2 under which the headline
-    means something; the others are undefined.
+    `loss` (default: the headline), which must be logits. only: by the name of the scores, the weightings of
+    protocol 5.2 under which they mean something; the others are undefined.
     """
 
     tree: Tree
     scores: Callable[..., Any] = logits
     loss: str = ""
-    only: tuple[str, ...] = WEIGHTINGS
+    only: Mapping[str, tuple[str, ...]] = MappingProxyType({})
 
 
 class Exchange(NamedTuple):

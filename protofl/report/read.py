@@ -254,9 +254,18 @@ def _row(line: bytes) -> tuple[dict[str, Any], str]:
     kinds = {"gm_scores": dict, "seconds": dict, "terms": dict, "clients": list}
     wrong = [n for n, kind in kinds.items() if n in row and not isinstance(row[n], kind)]
     wrong += [n for n, v in row.items() if SHARES.fullmatch(n) and not _share(v)]
+    wrong += ["pm_each"] if not _columns(row.get("pm_each", {})) else []
     if not wrong:
         wrong = [f"gm_scores {n}" for n, v in row.get("gm_scores", {}).items() if not _share(v)]
     return row, f"{wrong[0]} is not what it should be" if wrong else ""
+
+
+def _columns(value: Any) -> bool:
+    """Whether a value is a table by columns: lists of numbers, some of them missing."""
+    return isinstance(value, dict) and all(
+        isinstance(column, list) and all(v is None or isinstance(v, int | float) for v in column)
+        for column in value.values()
+    )
 
 
 def _share(value: Any) -> bool:

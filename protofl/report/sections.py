@@ -125,10 +125,10 @@ def personal(made: Report, s: Setting) -> list[str]:
         ]
         for e in shown
     ]
-    counted = [int(cells.row(label, m, "last")["n"]) for label in labels for m in names]
+    told = [cells.row(label, m, "last") for label in labels for m in names]
     notes = [
         "Accuracy in % of the clients' own models in the last evaluated round, mean over clients.",
-        f"{tables.over(counted, s.ddof)}. {BOLD if any(top.values()) else ''}",
+        f"{tables.plus_minus(told, s.ddof, escape)}. {BOLD if any(top.values()) else ''}",
         PERSONAL,
         f"Models as in `pm_protocol` = {escape(s.first.protocol.get('pm_protocol', tables.MISSING))}, but for methods of "
         "whose own a setting above says otherwise."

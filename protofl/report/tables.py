@@ -3,7 +3,7 @@
 from __future__ import annotations
 
 import statistics
-from collections.abc import Iterable, Sequence
+from collections.abc import Callable, Iterable, Mapping, Sequence
 from typing import Any
 
 import pandas as pd
@@ -20,6 +20,7 @@ SPREADS = tuple(f"{m}_{s}" for m in WEIGHTINGS for s in ("std", "worst10"))
 PARTS = ("train", "prototype", "aggregate", "evaluate")
 MISSING = "-"
 UNDEFINED = "not defined"
+SEEDS, PARTIES = "seeds", "parties"
 
 PER_RUN = ["setting", "method", "label", "digest", "seed", "status", "metric", "rule", "value", "round"]
 ACCURACY = [
@@ -31,6 +32,7 @@ ACCURACY = [
     "n",
     "mean",
     "sd",
+    "over",
     "ddof",
     "low",
     "high",
@@ -108,12 +110,13 @@ def per_run(runs: Sequence[Run]) -> pd.DataFrame:
 def accuracy(runs: Sequence[Run]) -> pd.DataFrame:
     """Setting x method x metric x selection rule -> mean and spread over the seeds, as shares of 1.
 
-    `n` counts the seeds that have the metric; `sd` is missing for fewer than two. A method without a usable
-    run has n = 0 and its fate in `status`.
+    `n` counts the seeds that have the metric; `sd` is missing for fewer than two. Where `over` says parties, `sd` is
+    that over the parties of one run, a mean over the seeds' runs. A method without a usable run has n = 0 and its fate
+    in `status`.
     """
     return frame(
         (
-            {**head(s, e), "metric": metric, "rule": rule, **_over_seeds(e, metric, rule, s.ddof)}
+            {**head(s, e), "metric": metric, "rule": rule, **_summary(e, metric, rule, s.ddof)}
             for s in settings(runs)
             for e in s.entries
             for metric in metrics(e)
@@ -134,16 +137,24 @@ def head(setting: Setting, entry: Entry) -> dict[str, Any]:
     }
 
 
-def _over_seeds(entry: Entry, metric: str, rule: str, ddof: int) -> dict[str, Any]:
-    """Mean, standard deviation and range of a metric over the seeds that have it."""
+def _summary(entry: Entry, metric: str, rule: str, ddof: int) -> dict[str, Any]:
+    """Mean and range of a metric over the seeds that have it, and its standard deviation over them or over parties."""
     pick = RULES[rule]
     found = [(run, v) for run in entry.used if (v := pick(entry.rows(run), metric)) is not None]
     values = [v for _, v in found]
-    spread = statistics.stdev if ddof else statistics.pstdev
+    options = entry.runs[0].options
+    by_party = options.get("std_over") == PARTIES and metric in WEIGHTINGS
+    if by_party:
+        ddof = 1 if options.get("std_ddof") == 1 else 0
+        sds = [_over_parties(pick.rows(entry.rows(run)), metric, ddof) for run, _ in found]
+        sd = _mean([v for v in sds if v is not None], len(found))
+    else:
+        sd = _spread(values, ddof)
     return {
         "n": len(found),
         "mean": statistics.fmean(values) if values else None,
-        "sd": spread(values) if len(values) > 1 else None,
+        "sd": sd,
+        "over": PARTIES if by_party else SEEDS,
         "ddof": ddof,
         "low": min(values, default=None),
         "high": max(values, default=None),
@@ -151,6 +162,24 @@ def _over_seeds(entry: Entry, metric: str, rule: str, ddof: int) -> dict[str, An
         "rounds": " ".join(str(pick.round(entry.rows(run))) for run, _ in found),
         "undefined": not found and any(undefined(r, metric) for run in entry.used for r in pick.rows(entry.rows(run))),
     }
+
+
+def _spread(values: Sequence[float], ddof: int) -> float | None:
+    """The standard deviation; None for fewer than two values."""
+    if len(values) < 2:
+        return None
+    return statistics.stdev(values) if ddof else statistics.pstdev(values)
+
+
+def _over_parties(rows: Sequence[Row], metric: str, ddof: int) -> float | None:
+    """The standard deviation over the parties of one run, of each party's mean over the reported rounds."""
+    each: dict[float, list[float]] = {}
+    for row in rows:
+        told = row.get("pm_each", {})
+        for i, v in zip(told.get("client", []), told.get(metric.removeprefix("pm_"), [])):
+            if (known := number(v)) is not None:
+                each.setdefault(i, []).append(known)
+    return _spread([statistics.fmean(values) for values in each.values()], ddof)
 
 
 # ---- cost -------------------------------------------------------------------------------------------------
@@ -267,6 +296,19 @@ def over(counts: Iterable[int], ddof: int) -> str:
     return f"±: sd over {several[0] if len(several) == 1 else 'the n'} seeds, {by}"
 
 
+def plus_minus(rows: Iterable[Mapping[Any, Any]], ddof: int, shown: Callable[[str], str] = str) -> str:
+    """What every ± in these rows of `accuracy` is over, in words; `shown`: how a label is written."""
+    rows = list(rows)
+    apart = {r["label"]: r for r in rows if r.get("over") == PARTIES and pd.notna(r["sd"])}
+    seeds = [int(r["n"]) for r in rows if r.get("over") != PARTIES]
+    parts = [over(seeds, ddof)] if any(seeds) or not apart else []
+    for label, r in apart.items():
+        by = "n-1" if r["ddof"] else "n"
+        runs = f", its mean over {int(r['n'])} seeds" if r["n"] > 1 else ""
+        parts.append(f"± of {shown(label)}: sd over the parties of one run, {by}{runs}")
+    return "; ".join(parts)
+
+
 def terminal(runs: Sequence[Run]) -> Table:
     """The headline numbers for the terminal: one row per setting and method."""
     made, tidy = settings(runs), accuracy(runs)
@@ -310,8 +352,9 @@ def _terminal_rows(setting: Setting, cells: Cells, has_pm: bool) -> Iterable[lis
 
 
 def _caption(made: Sequence[Setting], tidy: pd.DataFrame) -> str:
-    counted = [int(n) for n in tidy.loc[tidy["metric"] == "gm", "n"]]
-    parts = [over(counted, made[0].ddof if made else 1), "bold: highest mean of the headline"]
+    personal = tidy["metric"].isin(("pm_v", "pm_l")) & (tidy["rule"] == last.name) & (tidy["over"] == PARTIES)
+    rows = tidy[(tidy["metric"] == "gm") | personal].to_dict("records")
+    parts = [plus_minus(rows, made[0].ddof if made else 1), "bold: highest mean of the headline"]
     if any(
         not e.used or value(r, "gm") is None
         for s in made

@@ -662,12 +662,12 @@ def test_candidates(engine: str) -> None:
         assert torch.equal(torch.isfinite(scores["proto"]).all(0), has)
         assert torch.equal(scores["proto"][:, has], wide["proto"][:, has])
         assert torch.equal(scores["head"], wide["head"])
-        assert model.only == ("v",) and every.personal()[i].only == ("uniform", "v", "l")
+        assert model.only == {"proto": ("v",)} and not every.personal()[i].only
         if i == 1:
             assert (scores["proto"].argmax(1) == 0).all()  # a single class: always right on its own test data
     assert set(own.personal()[1].tree.proto.has.tolist()) == {True, False}
     head = ragged(FedProto(proto_candidates="own_known", predict="head"), engine=engine, rounds=1).run()
-    assert head.personal()[0].only == ("uniform", "v", "l")
+    assert head.personal()[0].only == {"proto": ("v",)}  # whichever is the headline
 
 
 def test_undefined_weightings_are_left_out_of_the_record() -> None:
