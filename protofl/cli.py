@@ -190,6 +190,21 @@ def methods(name: Annotated[Text, typer.Argument(help="A method; default: list t
     out.print(describe.one(name) if name else describe.all_methods())
 
 
+@app.command()
+def verify(
+    methods: Annotated[list[str], typer.Argument(help="Names, METHOD+PLUGIN, or files ./NAME.py.")],
+    set_: Annotated[Optional[list[str]], typer.Option("--set", help="method.option=value; repeatable.")] = None,  # noqa: UP045
+) -> None:
+    """Check that methods keep their contract, on small made-up federations: seconds, no data (exit code 1 if not)."""
+    from . import registry
+
+    for name in methods:
+        registry.known(name)
+    from . import verify as contract  # from here on torch is needed
+
+    raise typer.Exit(contract.report(methods, set_ or [], out))
+
+
 @datasets_app.callback()
 def datasets(context: typer.Context, data_dir: DataDir = None) -> None:
     """List the data sets, where they are looked for, and whether they are found."""

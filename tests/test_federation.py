@@ -1,4 +1,4 @@
-"""What the runtime promises to every method, each promise tried by breaking it."""
+"""What the runtime promises to every method, each promise tried by breaking it (methods' promises: test_verify)."""
 
 from __future__ import annotations
 
@@ -9,78 +9,12 @@ import pytest
 import torch
 from harness import ENGINES, Identity, federation, quadratic
 from protofl.methods.fedavg import FedAvg
-from toy import SIZES, build, everything, gap, images, toy
+from toy import SIZES, everything, gap, toy
 
-from protofl import registry, rng
+from protofl import rng
 from protofl.engine.base import MethodError
 from protofl.engine.loop import Loop
 from protofl.method import Collect, Group, Model, Survey, Train, Tree
-
-QUICK = {"fedcspc": {"calib_epochs": 3}}
-
-
-def made(name: str) -> Any:
-    return build(name, QUICK.get(name))
-
-
-# ---- contracts of every method ---------------------------------------------------------------------------------------
-
-
-@pytest.mark.parametrize("name", registry.names())
-@pytest.mark.parametrize("engine", ENGINES)
-def test_aggregate_and_hooks_leave_their_inputs_alone(name: str, engine: str) -> None:
-    fed = toy(made(name), engine=engine, rounds=2)
-    fed.introduce()
-    for t in range(2):
-        before = fed.shared.map(torch.clone) if not any(isinstance(v, tuple) for v in fed.shared.values()) else None
-        received = fed.shared
-        played = fed.play(t)
-        uploads = [torch.utils._pytree.tree_map(torch.clone, u) for u in played.uploads]
-        assert before is None or gap(before, received) == 0
-        fed.personal()
-        assert gap(uploads, played.uploads) == 0
-        pointers = [{v.data_ptr() for v in torch.utils._pytree.tree_leaves(u) if v.numel()} for u in played.uploads]
-        assert all(a.isdisjoint(b) for i, a in enumerate(pointers) for b in pointers[:i])
-        assert {v.data_ptr() for v in fed.shared.net.values()}.isdisjoint(set().union(*pointers))
-
-
-@pytest.mark.parametrize("name", registry.names())
-def test_one_client_a_round_and_one_sample(name: str) -> None:
-    """Partial participation down to one client, which may have a single sample, or one class."""
-    x, y, parts = images()
-    parts = [parts[0][:1], *parts[1:]]
-    fed = federation(made(name), toy("fedavg").task.net, x, y, parts, augment=toy("fedavg").task.pipeline, rounds=8,
-                     participation=0.1, batch_size=8, local_epochs=1, client_lr=0.01, seed=3)  # fmt: skip
-    fed.draws = [[0], [1], [0], [3], [0], [5], [6], [2]]
-    fed.run()
-    assert all(
-        bool(torch.isfinite(v).all()) for v in torch.utils._pytree.tree_leaves(fed.shared) if v.is_floating_point()
-    )
-    assert len(fed.refreshed()) == len(SIZES)
-
-
-@pytest.mark.parametrize("name", registry.names())
-def test_learns_a_separable_problem(name: str) -> None:
-    """Four well separated classes: every method over 95 % (GM)."""
-    rs = torch.Generator().manual_seed(0)
-    y = torch.arange(240) % 4
-    centre = torch.tensor([[60.0, 60], [60, 200], [200, 60], [200, 200]])
-    x = (centre[y] + torch.randn(240, 2, generator=rs) * 12).clamp(0, 255).round().to(torch.uint8).view(240, 1, 1, 2)
-    from protofl.data.augment import Pipeline
-    from protofl.nets import build as build_net
-
-    net = build_net("mlp", classes=4, shape=(1, 1, 2), projection_dim=8)
-    pipeline = Pipeline((), (0.5,), (0.25,), 255, (1, 1, 2), torch.float64)
-    parts = [
-        torch.arange(240)[(y == a) | (y == b)][:: 2 + k % 2]
-        for k, (a, b) in enumerate([(0, 1), (1, 2), (2, 3), (3, 0)])
-    ]
-    fed = federation(made(name), net, x, y, parts, augment=pipeline, rounds=25, local_epochs=4, batch_size=16,
-                     client_lr=0.05, momentum=0.9, engine="batched")  # fmt: skip
-    fed.run()
-    scores = next(iter(fed.scores(fed.global_model(), pipeline.test(x)).values()))
-    assert float((scores.argmax(1) == y).double().mean()) > 0.95
-
 
 # ---- normalisation statistics that stay with their client -------------------------------------------------------------
 
