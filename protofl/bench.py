@@ -102,11 +102,12 @@ class Order:
 
     cell: Cell
     results: str
+    processes: int
 
 
 def play(order: Order, tell: Callable[[Mapping[str, Any]], None]) -> dict[str, Any]:
     """A worker's job: one cell, from its check to its records."""
-    return run.play(run.prepare(order.cell), Path(order.results), tell)
+    return run.play(run.prepare(order.cell), Path(order.results), tell, order.processes)
 
 
 @dataclass
@@ -161,7 +162,8 @@ def bench(planned: Sequence[Planned], results: Path, count: int, console: Consol
                 outcome.summaries[p.ready.digest] = summary
                 display.show(number, {"kind": "end", "said": summary["status"]})
 
-        orders = [Order(p.ready.cell, str(results)) for p in todo]
+        share = max(1, count // len(todo))  # more processes than runs: they share the clients of a round
+        orders = [Order(p.ready.cell, str(results), share) for p in todo]
         if min(count, len(todo)) == 1:
             _in_this_process(orders, display.show, ended)
         else:

@@ -90,7 +90,9 @@ def bench(
     suite: Annotated[Text, typer.Option(help="A TOML file with the same settings; options given here win over it.")] = None,
     eval_every: Annotated[Text, typer.Option(help="Rounds between evaluations (the last is always one); default: 1.")] = None,
     device: Annotated[Text, typer.Option(help="cpu, cuda or cuda:N; default: cpu.")] = None,
-    workers: Annotated[str, typer.Option(help="Processes, one thread each; auto: as many as cores.")] = "auto",
+    workers: Annotated[
+        str, typer.Option(help="Processes, one thread each, over runs, then over the clients of a round; auto: one a core.")
+    ] = "auto",
     results: Results = Path("results"),
     report: Annotated[bool, typer.Option("--report/--no-report", help="Write a report at the end.")] = True,
     reports: Annotated[Path, typer.Option(help="Where reports are written.")] = Path("reports"),
@@ -116,7 +118,7 @@ def bench(
     asked = cells(settings)
     inputs.check(asked)
     count = _workers(workers)
-    if min(count, len(asked)) > 1 and not dry_run:
+    if count > 1 and not dry_run:
         from .engine.workers import warm
 
         warm(["protofl.bench", *(f"protofl.methods.{c.method.name}" for c in asked if c.method.name.isidentifier())])

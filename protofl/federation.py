@@ -5,239 +5,38 @@ from __future__ import annotations
 import math
 import random
 import time
-from collections.abc import Callable, Iterator, Mapping
+from collections.abc import Callable, Iterator
 from dataclasses import dataclass, field
 from typing import Any
-from typing import Protocol as Interface
 
-import torch
 from numpy.random import RandomState
-from torch import Tensor
 
 from . import rng
-from .data.augment import Pipeline
-from .engine.base import Engine, Job, located
+from .buffers import put_buffers, without_buffers
+from .clients import Clients, DictMemory, Memory, Worked, crews
+from .engine.base import located
 from .engine.loop import Loop
-from .engine.rule import ENGINES, choose
-from .method import Client, Exchange, Last, Method, Model, Server, Task, Train
-from .nets import Net
-from .protocol import Protocol
+from .handles import RunClient, RunServer, RunTask
+from .method import Exchange, Last, Method, Model
 from .tree import Tree, nbytes
-
-DTYPES = {"fp32": torch.float32, "fp64": torch.float64}
-
-
-ONCE = 2**26
-"""Values up to which data without augmentation are normalised once instead of batch by batch."""
-
-
-class RunTask(Task):
-    """Resident data, the split, the net and its initial weights.
-
-    x: uint8 [M, H, W, C] (on the server: a tree of what it trains on); parts: sample positions by client. pipeline: what
-    makes floats of x, at every batch or, where that comes to the same, once; None: x is ready.
-    """
-
-    def __init__(
-        self, net: Net, x: Any, y: Tensor, parts: list[Tensor], protocol: Protocol, *,
-        pipeline: Pipeline | None = None, initial: Tree | None = None,
-    ) -> None:  # fmt: skip
-        self.net, self.parts, self.protocol, self.pipeline = net, parts, protocol, pipeline
-        self.dtype, self.device = DTYPES[protocol.precision], torch.device(protocol.device)
-        self.x: Any = _to(x, self.device)
-        self.y = y.to(self.device)
-        self.classes, self.clients, self.rounds = net.classes, len(parts), protocol.rounds
-        self.sizes = [len(p) for p in parts]
-        self.initial = self._place(initial if initial is not None else initial_weights(net, protocol))
-        self.counts = [torch.bincount(self.y[p], minlength=self.classes) for p in parts]
-        self.draw = pipeline.draw if pipeline is not None and pipeline.width else None
-        self.transform = pipeline  # what is left to do for a batch
-        if pipeline is not None and self.draw is None and self.x.numel() <= ONCE:
-            self.x, self.transform = pipeline.test(self.x), None
-        self._ones: dict[int, Tensor] = {}
-
-    def _place(self, w: Tree) -> Tree:
-        return w.map(lambda v: v.to(self.device, self.dtype) if v.is_floating_point() else v.to(self.device))
-
-    def scalar(self, v: float) -> Tensor:
-        """A number as functions of a batch see it."""
-        return torch.tensor(float(v), dtype=self.dtype, device=self.device)
-
-    def ones(self, n: int) -> Tensor:
-        """The mask of a batch without padding."""
-        if n not in self._ones:
-            self._ones[n] = torch.ones(n, dtype=self.dtype, device=self.device)
-        return self._ones[n]
-
-    def rows(self, index: Tensor, drawn: Tensor | None) -> tuple[Any, Tensor]:
-        """Samples at `index` [..., rows], augmented by the numbers drawn for them -> x [..., rows, C, H, W], y."""
-        if self.device.type != "cpu":
-            index = index.to(self.device)
-            drawn = None if drawn is None else drawn.to(self.device)
-        if self.transform is not None:
-            return self.transform.train(self.x[index], drawn), self.y[index]
-        x = self.x.map(lambda v: v[index]) if isinstance(self.x, Tree) else self.x[index]
-        return x, self.y[index]
-
-    def stream(self, method: str, tag: str, *axes: int) -> RandomState:
-        return rng.private(method, tag, self.protocol.seed, -1, -1, *axes)
-
-    def client_stream(self, method: str, tag: str, client: int, *axes: int) -> RandomState:
-        return rng.private(method, tag, self.protocol.seed, -1, client, *axes)
-
-
-def _to(x: Any, device: torch.device) -> Any:
-    return x.map(lambda v: v.to(device)) if isinstance(x, Tree) else x.to(device)
-
-
-def initial_weights(net: Net, protocol: Protocol) -> Tree:
-    """w^0 of protocol 2.6, float32."""
-    seed = protocol.weights_seed()
-    return net.init(rng.init(seed)) if protocol.init == "numpy" else net.init_torch(seed)
-
-
-class RunClient(Client):
-    """One client in one round. `t`: the round whose streams and rate it uses (-1: before round 0; T: refresh)."""
-
-    clipped = True
-    rate: Callable[[int], float] | None = None
-
-    def __init__(self, task: RunTask, id: int, t: int) -> None:
-        p = task.protocol
-        self.task, self.id, self.round, self.rounds = task, id, t, p.rounds
-        self.index = task.parts[id]
-        self.n, self.y = len(self.index), task.y[self.index.to(task.device)]
-        self.counts = task.counts[id].to(task.dtype)
-        self.batch_size, self.drop_last, self.epochs = (
-            min(p.batch_size, max(self.n, 1)),
-            p.drop_last,
-            p.local_epochs,
-        )
-        self.lr, self.momentum, self.weight_decay = p.learning_rate(max(t, 0)), p.momentum, p.weight_decay
-        self.measured = t >= p.rounds or p.measures(t)
-        self.batches = rng.train(p.seed, t, 0 if p.client_seed == "shared" else id)
-
-    def steps(self, epochs: int | None = None) -> int:
-        full, rest = divmod(self.n, self.batch_size)
-        return (epochs or self.epochs) * (full if self.drop_last and full else full + (rest > 0))
-
-    def stream(self, method: str, tag: str, *axes: int) -> RandomState:
-        return rng.private(method, tag, self.task.protocol.seed, self.round, self.id, *axes)
-
-
-class PoolClient(RunClient):
-    """The server training on tensors of its own: no momentum, no clip, a rate per epoch, one private stream."""
-
-    clipped = False
-
-    def __init__(
-        self, task: RunTask, t: int, batch_size: int, epochs: int, lr: Callable[[int], float], weight_decay: float,
-        stream: RandomState,
-    ) -> None:  # fmt: skip
-        super().__init__(task, 0, t)
-        self.batch_size, self.drop_last, self.epochs = min(batch_size, self.n), False, epochs
-        self.rate, self.momentum, self.weight_decay, self.batches = lr, 0.0, weight_decay, stream
-
-
-class RunServer(Server):
-    """The server in one exchange."""
-
-    def __init__(self, task: RunTask, ids: list[int], t: int) -> None:
-        p = task.protocol
-        self.task: RunTask = task
-        self.ids, self.round, self.rounds = ids, t, p.rounds
-        n = torch.tensor([float(len(task.parts[i])) for i in ids], dtype=torch.float64)
-        self.uniform = torch.full_like(n, 1 / len(ids))
-        self.weights = n / n.sum() if p.model_weighting == "data_size" else self.uniform
-        self.terms: dict[str, float] = {}  # of what `train` minimised last
-
-    def stream(self, method: str, tag: str, *axes: int) -> RandomState:
-        return rng.private(method, tag, self.task.protocol.seed, self.round, -1, *axes)
-
-    def mean(self, trees: list[Tree], weights: Tensor | None = None) -> Tree:
-        p = (self.weights if weights is None else weights).tolist()
-
-        def one(values: list[Tensor]) -> Any:
-            if not values[0].is_floating_point():
-                return torch.stack(values).amax(0)
-            total = values[0] * p[0]
-            for v, share in zip(values[1:], p[1:]):
-                total = total + v * share
-            return total
-
-        return Tree({k: one([t[k] for t in trees]) for k in trees[0]})
-
-    def merge(self, old: Tree, trees: list[Tree], weights: Tensor | None = None) -> Tree:
-        mean, eta = self.mean(trees, weights), self.task.protocol.server_lr
-        if eta == 1:
-            return mean
-        trained = self.task.net.trainable(mean)
-        return mean | {k: old[k] + eta * (v - old[k]) for k, v in trained.items()}
-
-    def train(
-        self, request: Train, x: Tree, y: Tensor, *, batch_size: int, epochs: int, lr: Callable[[int], float],
-        weight_decay: float, stream: RandomState,
-    ) -> Tree:  # fmt: skip
-        task = RunTask(
-            self.task.net, x, y, [torch.arange(len(y))], self.task.protocol.replace(optimizer_reset="per_round"),
-            initial=Tree(),
-        )  # fmt: skip
-        client = PoolClient(task, self.round, batch_size, epochs, lr, weight_decay, stream)
-        if request.noise is not None:
-            request = _with_stream(request, stream)
-        job = Job(client, _no_program, Tree(), Tree(), request=request)
-        weights: Tree = Loop(task).train(job)
-        self.terms = {"server_loss" if k == "loss" else k: float(v) for k, v in job.terms.items()}
-        return weights
-
-
-def _with_stream(request: Train, stream: RandomState) -> Train:
-    return Train(**{**{n: getattr(request, n) for n in request.__dataclass_fields__}, "stream": stream})
-
-
-def _no_program(client: Client, shared: Tree, own: Tree) -> tuple[Tree, Tree]:
-    return Tree(), Tree()
-
-
-# ---- what clients remember ------------------------------------------------------------------------------------------
-
-
-class Memory(Interface):
-    """Where idle clients' memories rest: own (the method's), buffers and momenta (the runtime's)."""
-
-    def get(self, client: int) -> Tree | None:
-        """What was put for a client, or None."""
-
-    def put(self, client: int, memory: Tree) -> None:
-        """Replace a client's memory."""
-
-
-class DictMemory(dict[int, Tree]):
-    """Memories in RAM."""
-
-    def put(self, client: int, memory: Tree) -> None:
-        self[client] = memory
-
-
-# ---- one round ------------------------------------------------------------------------------------------------------
 
 
 @dataclass
 class Round:
-    """What happened in one exchange."""
+    """What happened in one exchange; lists are in the order of `ids`."""
 
     t: int
     ids: list[int]  # those that took part, ascending
     drawn: list[int]  # S_t in the order of the draw
-    received: list[Tree]  # shared, as each of them got it
-    uploads: list[Tree]
-    shown: list[Tree]  # what is neither sent nor kept
-    bytes: dict[str, int]
-    seconds: dict[str, float]
-    samples: dict[str, int]
-    state_bytes: int  # the largest memory among the clients of this round
-    terms: dict[str, float]
-    client_terms: list[Tree]  # means over the steps of each of them
+    received: list[Tree] = field(default_factory=list)  # shared, as each of them got it
+    uploads: list[Tree] = field(default_factory=list)
+    shown: list[Tree] = field(default_factory=list)  # what is neither sent nor kept
+    bytes: dict[str, int] = field(default_factory=dict)
+    seconds: dict[str, float] = field(default_factory=dict)
+    samples: dict[str, int] = field(default_factory=dict)
+    state_bytes: int = 0  # the largest memory among the clients of this round
+    terms: dict[str, float] = field(default_factory=dict)
+    client_terms: list[Tree] = field(default_factory=list)  # means over the steps of each of them
     local: dict[int, Tree] = field(default_factory=dict)  # bn_buffers=local: the clients' own buffers
 
     @property
@@ -248,17 +47,18 @@ class Round:
 
 
 class Federation:
-    """A method at work: the state of server and clients, and one function per phase."""
+    """A method at work: the state of server and clients, and one function per phase.
 
-    def __init__(self, method: Method, task: RunTask, memory: Memory | None = None) -> None:
+    pool: where crews are worked on side by side; None: here, one after the other.
+    """
+
+    def __init__(self, method: Method, task: RunTask, memory: Memory | None = None, pool: Any = None) -> None:
         self.method, self.task, self.protocol = method, task, task.protocol
-        self.engine: Engine = ENGINES[choose(task.protocol.engine, task.net.name, task.protocol.device)](task)
+        self.clients, self.pool = Clients(method, task), pool
         self.memory: Memory = DictMemory() if memory is None else memory
         with located(method.start, -1, "server", Tree()):
             self.shared, self.private = method.start(task)
         self.met: set[int] = set()  # clients that have taken part, to whom constants need not be sent again
-        keeps = task.protocol.bn_buffers == "local"
-        self.buffers = task.initial.only(task.net.buffers) if keeps else Tree()  # those that stay with their client
 
     # -- who takes part -------------------------------------------------------------------------------------------
 
@@ -282,36 +82,7 @@ class Federation:
         """S_t in ascending order, without those that short_client=skip leaves out."""
         p = self.protocol
         short = p.drop_last and p.short_client == "skip"
-        return sorted(i for i in self.drawn(t) if not (short and len(self.task.parts[i]) < p.batch_size))
-
-    # -- clients' memories ----------------------------------------------------------------------------------------
-
-    def own(self, client: RunClient) -> Tree:
-        """The method's part of a client's memory."""
-        kept = self.memory.get(client.id)
-        if kept is not None:
-            return kept.own  # type: ignore[no-any-return]
-        with located(self.method.enrol, client.round, f"client {client.id}", self.shared):
-            return self.method.enrol(client)
-
-    def job(self, program: Callable[..., Any], client: RunClient, t: int) -> Job:
-        """A client's program, with what it receives and remembers."""
-        kept = self.memory.get(client.id) or Tree()
-        shared = self.shared
-        if self.buffers:
-            shared = put_buffers(shared, kept.get("buffers", self.buffers))
-        return Job(client, program, shared, self.own(client), kept.get("momenta"))
-
-    def keep(self, job: Job, changes: Tree, buffers: Tree) -> int:
-        """Remember what a program changed; what it does not mention stays -> bytes of it."""
-        memory = Tree(own=job.own | changes)
-        if buffers:
-            memory["buffers"] = buffers
-        if job.momenta:
-            memory["momenta"] = job.momenta
-        if any(memory.values()):
-            self.memory.put(job.client.id, memory)
-        return nbytes(memory)
+        return sorted(i for i in self.drawn(t) if not (short and self.task.sizes[i] < p.batch_size))
 
     # -- exchanges ------------------------------------------------------------------------------------------------
 
@@ -332,37 +103,58 @@ class Federation:
     def exchange(self, exchange: Exchange, t: int, ids: list[int] | None = None) -> Round:
         """One meeting of the server and S_t (or `ids`)."""
         drawn = self.drawn(max(t, 0)) if ids is None else ids
-        ids = self.taking_part(max(t, 0)) if ids is None else ids
-        self.engine.reset()
-        made = Round(t, ids, drawn, [], [], [], {}, {}, {}, 0, {}, [])
-        for crew in batches(ids, self.protocol.crew):  # what a client keeps rests on disk before the next crew begins
-            jobs = [self.job(exchange.program, RunClient(self.task, i, t), t) for i in crew]
-            for job, (upload, changes, shown) in zip(jobs, self.engine.finished(jobs)):
-                i = job.client.id
-                if self.buffers:
-                    made.local[i] = find_buffers(upload, self.task.net.buffers)
-                    upload = put_buffers(upload, self.buffers)
-                made.received.append(job.shared)
-                made.uploads.append(upload)
-                made.shown.append(shown)
-                made.client_terms.append(job.terms)
-                made.state_bytes = max(made.state_bytes, self.keep(job, changes, made.local.get(i, Tree())))
-        made.bytes = self.charge(ids, made.uploads)
-        made.terms = mean_terms([self.task.sizes[i] for i in ids], made.client_terms)
+        made = Round(t, self.taking_part(max(t, 0)) if ids is None else ids, drawn)
+        self._clients_part(exchange.program, made)
+        made.bytes = self.charge(made.ids, made.uploads)
+        made.terms = mean_terms([self.task.sizes[i] for i in made.ids], made.client_terms)
         began = time.perf_counter()
-        if ids:
-            server = RunServer(self.task, ids, t)
-            with located(exchange.aggregate, t, f"server, clients {', '.join(map(str, ids[:5]))}", self.shared):
+        if made.ids:
+            server = RunServer(self.task, made.ids, t)
+            who = f"server, clients {', '.join(map(str, made.ids[:5]))}"
+            with located(exchange.aggregate, t, who, self.shared):
                 shared, private = exchange.aggregate(server, self.shared, self.private, made.uploads)
             self.shared, self.private = self.shared | shared, self.private | private
             made.terms |= server.terms
-        made.samples = dict(self.engine.samples)
-        made.seconds = {**self.engine.seconds, "aggregate": time.perf_counter() - began}
+        made.seconds["aggregate"] = time.perf_counter() - began
         return made
+
+    def _clients_part(self, program: Callable[..., Any], made: Round) -> None:
+        """Run the programs; what a client keeps is put away as soon as its crew is done."""
+        found: dict[int, tuple[Tree, Worked]] = {}
+        began = time.perf_counter()
+        self.clients.engine.reset()
+        for crew, worked in self._crews(program, made.t, made.ids):
+            for i, one in zip(crew, worked):
+                found[i] = (self.clients.received(self.shared, self.memory.get(i)), one)
+                if one.memory.get("buffers"):
+                    made.local[i] = one.memory.buffers
+                if any(one.memory.values()):
+                    self.memory.put(i, one.memory)
+                made.state_bytes = max(made.state_bytes, nbytes(one.memory))
+        for i in made.ids:
+            received, one = found[i]
+            made.received.append(received)
+            made.uploads.append(one.upload)
+            made.shown.append(one.shown)
+            made.client_terms.append(one.terms)
+        made.samples = dict(self.clients.engine.samples)
+        made.seconds = scaled(self.clients.engine.seconds, time.perf_counter() - began)
+
+    def _crews(self, program: Callable[..., Any], t: int, ids: list[int]) -> Iterator[tuple[list[int], list[Worked]]]:
+        """The crews of an exchange as they are done."""
+        hook = getattr(program, "__name__", "")
+        # In the loop every client is a crew of its own; in the batched engine the cut into crews moves last bits.
+        size = 1 if isinstance(self.clients.engine, Loop) else self.protocol.crew
+        if self.pool is not None and len(ids) > size and getattr(self.method, hook, None) == program:
+            yield from self.pool.work(self.clients, hook, t, list(crews(ids, size)), self.shared, self.memory.get)
+            return
+        for crew in crews(ids, self.protocol.crew):
+            kept = [self.memory.get(i) for i in crew]
+            yield crew, self.clients.work(program, t, crew, self.shared, kept)
 
     def charge(self, ids: list[int], uploads: list[Tree]) -> dict[str, int]:
         """Bytes that crossed (protocol 6.1). Constants are billed apart, with a client's first participation."""
-        hidden = self.task.net.buffers if self.buffers else None
+        hidden = self.task.net.buffers if self.clients.buffers else None
         constants = Tree({k: v for k, v in self.shared.items() if k in self.method.constant})
         moving = Tree({k: v for k, v in self.shared.items() if k not in constants})
         new = [i for i in ids if i not in self.met]
@@ -378,7 +170,7 @@ class Federation:
     def global_model(self) -> Model | None:
         """The server's model; none where clients keep their normalisation statistics to themselves."""
         with located(self.method.global_model, self.protocol.rounds, "server", self.shared):
-            return None if self.buffers else self.method.global_model(self.shared, self.private)
+            return None if self.clients.buffers else self.method.global_model(self.shared, self.private)
 
     def personal(self, played: Round) -> Iterator[tuple[int, Model]]:
         """As trained: what the clients of this round use right after their local training (protocol 5.3), by id.
@@ -396,20 +188,16 @@ class Federation:
             yield i, self._personal(RunClient(self.task, i, played.t), last)
 
     def _personal(self, client: RunClient, last: Last | None) -> Model:
+        own = self.clients.own(client, self.shared, self.memory.get(client.id))
         with located(self.method.personal_model, client.round, f"client {client.id}", self.shared):
-            return self.method.personal_model(client, self.shared, self.own(client), last)
+            return self.method.personal_model(client, self.shared, own, last)
 
     def refreshed(self) -> Iterator[tuple[int, Model]]:
         """Every client receives the final state and runs its program once more, t = T; nothing of it is kept."""
-        for crew in batches(self.able(), self.protocol.crew):
-            clients = [RunClient(self.task, i, self.protocol.rounds) for i in crew]
-            yield from zip(crew, self.engine.run([self.job(self.method.refresh, c, c.round) for c in clients]))
-
-
-def batches(ids: list[int], size: int) -> Iterator[list[int]]:
-    """Consecutive groups of at most `size`."""
-    for at in range(0, len(ids), size):
-        yield ids[at : at + size]
+        for crew in crews(self.able(), self.protocol.crew):
+            kept = [self.memory.get(i) for i in crew]
+            jobs = self.clients.jobs(self.method.refresh, self.protocol.rounds, crew, self.shared, kept)
+            yield from zip(crew, self.clients.engine.run(jobs))
 
 
 def mean_terms(sizes: list[int], told: list[Tree]) -> dict[str, float]:
@@ -422,38 +210,7 @@ def mean_terms(sizes: list[int], told: list[Tree]) -> dict[str, float]:
     return out
 
 
-# ---- normalisation statistics that stay with their client (bn_buffers=local) ---------------------------------------
-
-
-def find_buffers(tree: Mapping[str, Any], names: str) -> Tree:
-    """The buffers of the first model inside a message."""
-    mine = Tree(tree).only(names)
-    for v in tree.values():
-        if not mine and isinstance(v, Tree):
-            mine = find_buffers(v, names)
-    return mine
-
-
-def put_buffers(tree: Tree, buffers: Tree) -> Tree:
-    """The same message with these buffers in every model that has them."""
-    return Tree({k: put_buffers(v, buffers) if isinstance(v, Tree) else buffers.get(k, v) for k, v in tree.items()})
-
-
-def without_buffers(tree: Tree, names: str | None) -> Tree:
-    """The same message without the buffers of its models."""
-    if names is None:
-        return tree
-    kept = {k: without_buffers(v, names) if isinstance(v, Tree) else v for k, v in tree.items()}
-    return Tree(kept).without(names)
-
-
-__all__ = [
-    "DictMemory",
-    "Federation",
-    "Memory",
-    "Round",
-    "RunClient",
-    "RunServer",
-    "RunTask",
-    "initial_weights",
-]
+def scaled(parts: dict[str, float], passed: float) -> dict[str, float]:
+    """Seconds by part; of processes side by side, whose sum is more than what passed, their shares of that."""
+    total = sum(parts.values())
+    return {k: v * passed / total for k, v in parts.items()} if total > passed else dict(parts)

@@ -18,6 +18,7 @@ from threadpoolctl import threadpool_limits
 from . import nets, records, registry
 from . import protocol as protocols
 from .cells import Cell
+from .clients import DictMemory, Memory
 from .data import Data
 from .data.augment import Pipeline
 from .data.partition import Partition
@@ -25,10 +26,12 @@ from .engine.base import located
 from .engine.rule import choose
 from .errors import UserError
 from .evaluate import Scored, TestSet, global_row, personal_row, score
-from .federation import DTYPES, DictMemory, Federation, Memory, Round, RunTask, initial_weights
+from .federation import Federation, Round
+from .handles import DTYPES, RunTask, initial_weights
 from .inputs import load_data, split
 from .method import Diverged, Method, Model
 from .nets import Net
+from .pool import Pool
 from .protocol import NUMBERS, Protocol
 from .tree import Tree, tensors
 
@@ -180,12 +183,17 @@ def _resident(x: np.ndarray) -> torch.Tensor:
 
 
 class Run:
-    """A prepared cell at work in its folder."""
+    """A prepared cell at work in its folder.
 
-    def __init__(self, ready: Prepared, results: Path) -> None:
+    processes: in how many the clients of a round are worked on; it moves no bit. On a GPU there is one.
+    """
+
+    def __init__(self, ready: Prepared, results: Path, processes: int = 1) -> None:
         self.ready, self.folder = ready, records.RunFolder(results / ready.folder)
         self.protocol, self.method = ready.protocol, ready.method
         self.scored: Scored | None = None
+        shared = processes > 1 and self.protocol.device == "cpu"
+        self.pool = Pool(ready.cell, processes) if shared else None
 
     def start(self) -> int:
         """Make the federation, from the newest whole state if there is one -> the next round."""
@@ -193,7 +201,7 @@ class Run:
         weights = nets.weights_hash(self.ready.net, initial)
         made, self.test = task(self.ready, initial)
         self.memory = self.folder.memory()
-        self.federation = Federation(self.method, made, self.memory)
+        self.federation = Federation(self.method, made, self.memory, self.pool)
         document = self.ready.document
         document["network"]["w0"] = weights
         trained = tensors(self.federation.shared.get("net", Tree()))
@@ -263,7 +271,9 @@ class Run:
         return summary
 
     def close(self) -> None:
-        """Give the folder back."""
+        """Give the folder back, end the processes."""
+        if self.pool is not None:
+            self.pool.close()
         self.folder.close()
 
     def step(self, t: int) -> dict[str, Any]:
@@ -339,7 +349,7 @@ class Run:
 
     def _save(self, done: int) -> None:
         fed = self.federation
-        files = dict(self.memory.files)
+        files = dict(sorted(self.memory.files.items()))
         self.folder.save_state(records.State(done, fed.shared, fed.private, sorted(fed.met), files))
 
     def _save_prototypes(self, t: int, played: Round) -> None:
@@ -375,9 +385,9 @@ def prototype_rounds(protocol: Protocol) -> set[int]:
     return {last} if n == 1 else {round(i * last / (n - 1)) for i in range(n)}
 
 
-def play(ready: Prepared, results: Path, tell: Event) -> dict[str, Any]:
+def play(ready: Prepared, results: Path, tell: Event, processes: int = 1) -> dict[str, Any]:
     """Run or resume one cell -> its summary."""
-    run = Run(ready, results)
+    run = Run(ready, results, processes)
     try:
         return run.play(tell)
     finally:

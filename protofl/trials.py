@@ -21,11 +21,13 @@ from torch import Tensor
 from torch.utils import _pytree as pytree
 
 from . import registry
+from .clients import Clients, Memory
 from .data.augment import Pipeline
 from .data.partition import partition
 from .engine.base import Job, split_loss
 from .engine.loop import Loop
-from .federation import Federation, Memory, Round, RunClient, RunTask
+from .federation import Federation, Round
+from .handles import RunClient, RunTask
 from .method import Batch, Collect, Exchange, Method, Survey
 from .nets import Net, build
 from .nets.base import Entry, Options, affine, declare_conv, declare_linear, declare_norm
@@ -372,7 +374,7 @@ class Watched(Trial):
         self.error: Exception | None = None
         self.given: list[tuple[Job, Held]] = []
         super().__init__(method, scene, salt=1)
-        self.engine = WatchedLoop(self.task, self.fault)
+        self.clients = WatchedClients(method, self.task, self)
         for name, tree in (("shared", self.shared), ("private", self.private)):
             self.hold(misplaced(tree, name), "[start]")
         try:
@@ -388,12 +390,6 @@ class Watched(Trial):
         """Note a tree that cannot be stored."""
         if wrong:
             self.fault("trees", f"{wrong} {where}")
-
-    def job(self, program: Callable[..., Any], client: RunClient, t: int) -> Job:
-        job = super().job(program, client, t)
-        self.hold(misplaced(job.own, "what a client has kept"), place(client))
-        self.given.append((job, Held({"shared": job.shared, "own": job.own})))
-        return job
 
     def exchange(self, exchange: Exchange, t: int, ids: list[int] | None = None) -> Any:
         name = shown(exchange.aggregate)
@@ -421,6 +417,21 @@ class Watched(Trial):
             if wrong := held.changed():
                 self.fault("functions", f"{shown(exchange.program)} changed {wrong} in place {place(job.client)}")
         return played
+
+
+class WatchedClients(Clients):
+    """Clients in the loop, whose programs and functions of a batch are watched."""
+
+    def __init__(self, method: Method, task: RunTask, trial: Watched) -> None:
+        super().__init__(method, task)
+        self.engine, self.trial = WatchedLoop(task, trial.fault), trial
+
+    def jobs(self, *given: Any) -> list[Job]:
+        made = super().jobs(*given)
+        for job in made:
+            self.trial.hold(misplaced(job.own, "what a client has kept"), place(job.client))
+            self.trial.given.append((job, Held({"shared": job.shared, "own": job.own})))
+        return made
 
 
 class WatchedLoop(Loop):

@@ -8,7 +8,8 @@ import torch
 import torch.nn.functional as F
 from torch import Tensor
 
-from protofl.federation import Federation, Round, RunTask
+from protofl.federation import Federation, Round
+from protofl.handles import RunTask
 from protofl.method import Batch, Method, View
 from protofl.protocol import Protocol
 from protofl.tree import Tree
@@ -123,12 +124,10 @@ class Harnessed(Federation):
     def terms(self) -> list[dict[str, float]]:
         return [r.terms for r in self.rounds]
 
-    def own(self, client: Any) -> Tree:
-        """The memory of a client, by its id too."""
-        if isinstance(client, int):
-            kept = self.memory.get(client)
-            return Tree() if kept is None else kept.own
-        return super().own(client)
+    def own(self, client: int) -> Tree:
+        """The method's part of a client's memory; empty if it has none."""
+        kept = self.memory.get(client)
+        return Tree() if kept is None else kept.own
 
     def personal(self, played: Round | None = None) -> dict[int, Any]:  # type: ignore[override]
         return dict(super().personal(played or self.last))

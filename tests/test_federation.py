@@ -68,7 +68,7 @@ def test_all_clients_are_evaluated_where_they_keep_their_model() -> None:
 
 def test_shared_client_seed_gives_equal_orders() -> None:
     fed = toy("fedavg", client_seed="shared")
-    from protofl.federation import RunClient
+    from protofl.handles import RunClient
 
     a, b = (RunClient(fed.task, i, 0).batches.permutation(5).tolist() for i in (0, 4))
     assert a == b == rng.train(1, 0, 0).permutation(5).tolist()
@@ -76,7 +76,7 @@ def test_shared_client_seed_gives_equal_orders() -> None:
 
 def test_streams_of_handles() -> None:
     fed = toy("fedavg")
-    from protofl.federation import RunClient, RunServer
+    from protofl.handles import RunClient, RunServer
 
     client, server = RunClient(fed.task, 2, 4), RunServer(fed.task, [2], 4)
     pairs = [
@@ -196,7 +196,7 @@ def test_refresh_is_the_round_after_the_last() -> None:
 def test_the_loop_serves_the_server() -> None:
     """server.train equals SGD by hand: rate per epoch, short batch kept, one private stream."""
     fed = federation(FedAvg(), Identity(2, 2), torch.zeros(2, 2).double(), torch.tensor([0, 1]), [[0], [1]])
-    from protofl.federation import RunServer
+    from protofl.handles import RunServer
 
     g = torch.Generator().manual_seed(1)
     x, y = torch.randn(7, 2, generator=g).double(), torch.tensor([0, 1, 0, 1, 1, 0, 0])
@@ -219,4 +219,4 @@ def test_the_loop_serves_the_server() -> None:
                 for v, d in zip(w.values(), grads):
                     v -= 0.5 / (e + 1) * (d + 0.1 * v)
     assert gap(got, Tree(w).map(torch.Tensor.detach)) < 1e-12
-    assert isinstance(fed.engine, Loop)
+    assert isinstance(fed.clients.engine, Loop)

@@ -18,7 +18,7 @@ from rich.console import Console
 from torch import Tensor
 
 from protofl import cli, registry, verify
-from protofl.federation import RunClient, RunServer
+from protofl.handles import RunClient, RunServer
 from protofl.protocol import Protocol
 from protofl.records import read_json, read_rows
 from protofl.tree import Rows, Tree, nbytes

@@ -22,7 +22,7 @@ from ..method import OFF, Batch, Collect, Diverged, Group, Survey, Train, View
 from ..tree import Tree, tensors
 
 if TYPE_CHECKING:
-    from ..federation import RunClient, RunTask
+    from ..handles import RunClient, RunTask
 
 READ = 512
 """Rows per call of a pass in which the cut into batches cannot be seen."""
@@ -208,6 +208,8 @@ class Engine:
         began = time.perf_counter()
         try:
             return job.advance(answer)
+        except Diverged:
+            raise
         except Exception as e:
             raise described(e, getattr(job.program, "__qualname__", str(job.program)), [job]) from e
         finally:
@@ -224,7 +226,7 @@ class Engine:
             answers = self.answer(jobs)
             if any(v._version != version for v, version in given):
                 raise RuntimeError("a function of a batch wrote into what it was given")
-        except MethodError:
+        except (MethodError, Diverged):
             raise
         except Exception as e:
             raise described(e, getattr(function, "__qualname__", str(function)), jobs) from e

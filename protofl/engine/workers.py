@@ -72,7 +72,7 @@ class Worker:
     def __init__(self, job: Work) -> None:
         context = _context()
         self.pipe, theirs = context.Pipe()
-        self.process = context.Process(target=_serve, args=(theirs, job), daemon=True)
+        self.process = context.Process(target=_serve, args=(theirs, job))
         self.process.start()
         theirs.close()
         self.item: int | None = None

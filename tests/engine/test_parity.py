@@ -171,7 +171,7 @@ def test_faults_are_noticed(fault: type[Batched]) -> None:
     for name, fields in (("fedavg", {}), ("moon", {"augment": False}), ("fedproc", {})):
         straight = toy(name, **fields).run()
         faulty = toy(name, engine="batched", **fields)
-        faulty.engine = fault(faulty.task)
+        faulty.clients.engine = fault(faulty.task)
         try:
             noticed += gap(everything(straight), everything(faulty.run())) > 1e-6
         except Exception:

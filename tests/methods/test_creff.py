@@ -19,7 +19,7 @@ from torch import Tensor
 from protofl import rng
 from protofl.errors import UserError
 from protofl.evaluate import TestSet, global_row, score
-from protofl.federation import RunClient
+from protofl.handles import RunClient
 from protofl.nets import build
 from protofl.options import fields, option
 from protofl.protocol import Protocol

@@ -11,7 +11,7 @@ from protofl.methods.fedavg import FedAvg
 from ragged import Shift, Tiny, digits, gap, identical, path, ragged, state
 from torch import Tensor
 
-from protofl.federation import RunServer
+from protofl.handles import RunServer
 from protofl.nets import build
 from protofl.options import fields
 from protofl.protocol import Protocol

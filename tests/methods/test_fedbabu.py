@@ -17,7 +17,7 @@ from toy import gap as distance
 
 from protofl import registry, rng
 from protofl.errors import UserError
-from protofl.federation import RunClient, RunTask
+from protofl.handles import RunClient, RunTask
 from protofl.nets import build
 from protofl.options import fields
 from protofl.protocol import Protocol

@@ -25,7 +25,7 @@ from torch import Tensor
 
 from protofl import rng
 from protofl.errors import UserError
-from protofl.federation import RunServer
+from protofl.handles import RunServer
 from protofl.method import Noise, Train
 from protofl.nets import build
 from protofl.options import fields, option

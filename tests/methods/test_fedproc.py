@@ -18,7 +18,7 @@ from torch import Tensor
 
 from protofl import rng
 from protofl.errors import UserError
-from protofl.federation import RunServer
+from protofl.handles import RunServer
 from protofl.nets import build
 from protofl.options import fields, option
 from protofl.protocol import Protocol

@@ -19,7 +19,7 @@ from torch import Tensor
 from protofl import rng
 from protofl.errors import UserError
 from protofl.evaluate import TestSet, personal_row, score
-from protofl.federation import RunClient, RunServer
+from protofl.handles import RunClient, RunServer
 from protofl.method import Model
 from protofl.nets import build
 from protofl.nets.base import Entry, Net, Options, declare_conv, declare_norm

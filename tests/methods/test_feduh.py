@@ -6,8 +6,8 @@ from typing import Any
 
 import pytest
 from harness import ENGINES
-from protofl.methods.feduh import FedUH
 from protofl.methods.fednh import FedNH
+from protofl.methods.feduh import FedUH
 from ragged import Tiny, identical, ragged, state
 
 from protofl import registry

@@ -15,7 +15,7 @@ from ragged import Shift, Tiny, by_hand, gap, identical, ragged, state
 from torch import Tensor
 
 from protofl import rng
-from protofl.federation import RunClient, RunServer
+from protofl.handles import RunClient, RunServer
 from protofl.options import fields
 from protofl.protocol import Protocol
 from protofl.registry import Spec

@@ -16,7 +16,7 @@ from toy import gap as toy_gap
 
 from protofl import rng
 from protofl.errors import UserError
-from protofl.federation import RunClient, RunServer
+from protofl.handles import RunClient, RunServer
 from protofl.nets import build
 from protofl.options import fields
 from protofl.protocol import Protocol

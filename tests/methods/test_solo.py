@@ -22,7 +22,7 @@ from protofl import registry, rng, run
 from protofl.cells import Cell
 from protofl.errors import UserError
 from protofl.evaluate import Scored, personal_row
-from protofl.federation import RunClient
+from protofl.handles import RunClient
 from protofl.nets import build
 from protofl.options import fields
 from protofl.protocol import Protocol
