@@ -80,6 +80,9 @@ class Shift:
 
     width = 1
 
+    def __repr__(self) -> str:  # in the names of tests, which must be the same in every process
+        return "Shift()"
+
     def draw(self, stream: RandomState, n: int) -> Tensor:
         return torch.from_numpy(stream.random_sample((n, 1)))
 

@@ -39,11 +39,8 @@ def one_thread() -> None:
 
 @pytest.mark.parametrize(
     ("method", "fields"),
-    [
-        ("moon", {"optimizer_reset": "never"}), ("scaffold", {}), ("fedcspc", {}), ("solo", {"solo.epochs": 2}),
-        ("fedproc", {"engine": "batched", "crew": 2}),
-    ],
-)  # fmt: skip
+    [("moon", {"optimizer_reset": "never"}), ("fedcspc", {}), ("fedproc", {"engine": "batched", "crew": 2})],
+)
 def test_more_processes_change_no_bit(method: str, fields: dict[str, Any], tmp_path: Path) -> None:
     asked = cell(method, **{**PLAIN, **fields})
     alone = everything(played(asked, tmp_path / "1", 1))

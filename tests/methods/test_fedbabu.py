@@ -274,9 +274,9 @@ def test_bill(engine: str, options: dict[str, Any]) -> None:
         each = [{**parts, "n": fed.task.sizes[i]} for i in r.ids]
         assert r.samples == {k: sum(eval(getattr(bill, k), e) for e in each) for k in ("trained", "forward")}
         assert r.state_bytes == 4 * eval(bill.state, parts)
-    before = dict(fed.engine.samples)
+    before = dict(fed.clients.engine.samples)
     fed.refreshed()
-    assert fed.engine.samples["trained"] - before["trained"] == 5 * sum(fed.task.sizes)
+    assert fed.clients.engine.samples["trained"] - before["trained"] == 5 * sum(fed.task.sizes)
 
 
 def test_bytes() -> None:
