@@ -1,0 +1,47 @@
+"""protofl on a workload: seconds of local training per round, as its records have them. Prints one JSON line.
+
+python benchmarks/speed/ours.py W1 --method fedavg --processes 2 --rounds 3 --data-dir DIR
+"""
+
+from __future__ import annotations
+
+import argparse
+import json
+import tempfile
+from pathlib import Path
+
+from workloads import WORKLOADS, cells
+
+from protofl import records, run
+from protofl.engine import workers
+
+
+def main() -> None:
+    parser = argparse.ArgumentParser(description=__doc__)
+    parser.add_argument("workload", choices=sorted(WORKLOADS))
+    parser.add_argument("--method", default="fedavg")
+    parser.add_argument("--engine", default="auto")
+    parser.add_argument("--processes", type=int, default=2)
+    parser.add_argument("--rounds", type=int, default=3)
+    parser.add_argument("--data-dir")
+    asked = parser.parse_args()
+    if asked.processes > 1:
+        workers.warm(["protofl.bench"])
+    cell = cells(
+        WORKLOADS[asked.workload], asked.method, asked.data_dir,
+        rounds=asked.rounds + 1, eval_every=asked.rounds + 1, engine=asked.engine,
+    )  # fmt: skip
+    with tempfile.TemporaryDirectory() as folder:
+        ready = run.prepare(cell)
+        run.play(ready, Path(folder), lambda event: None, asked.processes)
+        rows = records.read_rows(Path(folder) / ready.folder / "rounds.jsonl")
+    played = [r for r in rows if r["round"] > 0]  # round 0 starts the processes
+    parts = ("train", "prototype", "aggregate")
+    seconds = {part: [r["seconds"][part] for r in played] for part in parts}
+    whole = [sum(r["seconds"][part] for part in parts) for r in played]
+    print(json.dumps({"seconds": seconds["train"], "round": whole, "samples": rows[-1]["samples"]["trained"],
+                      "peak_mb": max(r["memory_mb"] for r in played)}))  # fmt: skip
+
+
+if __name__ == "__main__":
+    main()
