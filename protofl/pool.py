@@ -67,7 +67,10 @@ class Pool:
                 self.workers.append(Worker(serve))
             kept = [None if (m := memory(i)) is None else pack(m, {}) for i in ids]
             given = Order(self.cell if new else None, hook, t, ids, None if number in told else packed, kept)
-            self.workers[number].give(number, given)
+            try:
+                self.workers[number].give(number, given)
+            except OSError:
+                raise died(self.workers[number]) from None
             told.add(number)
             busy[number] = ids
 
@@ -92,16 +95,21 @@ def worked(told: Tree) -> Worked:
     return Worked(told.upload, told.shown, told.memory, told.terms)
 
 
+def died(worker: Worker) -> RuntimeError:
+    """What is said of a process that is gone, whether that is noticed when it is spoken to or when it should answer."""
+    worker.process.join()
+    return RuntimeError(
+        f"a process of this run ended (exit code {worker.process.exitcode}); finished rounds are stored, "
+        "the same command resumes"
+    )
+
+
 def answer(worker: Worker) -> Done:
     """What a process says of its crew; its death and the failures of a method are raised."""
     try:
         kind, what = worker.pipe.recv()
     except (EOFError, ConnectionResetError):
-        worker.process.join()
-        raise RuntimeError(
-            f"a process of this run ended (exit code {worker.process.exitcode}); finished rounds are stored, "
-            "the same command resumes"
-        ) from None
+        raise died(worker) from None
     if kind == "failed":
         line, trace = what
         raise MethodError(

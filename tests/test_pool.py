@@ -75,7 +75,8 @@ def test_what_a_client_raises_is_told_with_its_place(what: str, tmp_path: Path, 
     assert records.read_rows(tmp_path / ready.folder / "rounds.jsonl")[0]["round"] == 0
 
 
-def test_a_process_that_dies_ends_the_run_which_can_be_resumed(tmp_path: Path, monkeypatch: Any) -> None:
+@pytest.mark.parametrize("noticed", ["when it should answer", "when it is spoken to"])
+def test_a_process_that_dies_ends_the_run_which_can_be_resumed(noticed: str, tmp_path: Path, monkeypatch: Any) -> None:
     asked = cell("moon", **PLAIN)
     straight = everything(played(asked, tmp_path / "straight", 1))
     ready, step = prepare(asked), Run.step
@@ -84,6 +85,8 @@ def test_a_process_that_dies_ends_the_run_which_can_be_resumed(tmp_path: Path, m
         if t == 1:
             assert self.pool is not None
             os.kill(self.pool.workers[0].process.pid or 0, signal.SIGKILL)
+            if noticed == "when it is spoken to":
+                self.pool.workers[0].process.join()
         return step(self, t)
 
     monkeypatch.setattr(Run, "step", dies)
