@@ -158,7 +158,7 @@ def single_threaded() -> None:
     threadpool_limits(1)
     torch.backends.cuda.matmul.allow_tf32 = False
     torch.backends.cudnn.allow_tf32 = False
-    torch.use_deterministic_algorithms(True, warn_only=True)
+    torch.set_deterministic_debug_mode("warn")  # use_deterministic_algorithms would import a compiler, for seconds
 
 
 def task(ready: Prepared, initial: Tree | None = None) -> tuple[RunTask, TestSet]:
