@@ -144,10 +144,12 @@ def draw_counts(counts: list[list[int]], classes: Sequence[str], path: Path) -> 
     """Samples by client and class as a heat map."""
     import pandas as pd
 
-    from .report.figures import draw_split
+    from .report import figures
 
     rows = [(i, c, n) for i, row in enumerate(counts) for c, n in zip(classes, row)]
-    draw_split(pd.DataFrame(rows, columns=["client", "class", "samples"]), path)
+    data = pd.DataFrame(rows, columns=["client", "class", "samples"])
+    with figures.one_style():
+        figures.save(figures.draw_split(data), path)
 
 
 def replayed(told: Mapping[str, Any]) -> Table:

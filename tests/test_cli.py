@@ -135,7 +135,20 @@ def test_the_numbers_do_not_hang_on_the_machine(table: tuple[Path, str], tmp_pat
 
 def test_killed_from_outside_and_run_again(tmp_path: Path) -> None:
     """kill -9 of the whole process group; no orphan stays, the same command finishes."""
-    words = "bench --methods fedavg,moon,fednh --seeds 0 --rounds 25 --local-epochs 1 --no-report --workers 2".split()
+    words = [
+        "bench",
+        "--methods",
+        "fedavg,moon,fednh",
+        "--seeds",
+        "0",
+        "--rounds",
+        "25",
+        "--local-epochs",
+        "1",
+        "--no-report",
+        "--workers",
+        "2",
+    ]
     child = subprocess.Popen([*PROTOFL, *words], cwd=tmp_path, start_new_session=True, stdout=subprocess.DEVNULL)
     deadline = time.monotonic() + 60
     while sum(map(len, runs(tmp_path / "results").values())) < 5 and time.monotonic() < deadline:
@@ -162,7 +175,7 @@ def _alive(group: int) -> list[str]:
 
 @pytest.mark.parametrize(("number", "code"), [(2, 130), (15, 143)])
 def test_interrupts_have_their_codes(number: int, code: int, tmp_path: Path) -> None:
-    words = "bench --methods fedavg,moon --seeds 0 --rounds 500 --no-report --workers 2".split()
+    words = ["bench", "--methods", "fedavg,moon", "--seeds", "0", "--rounds", "500", "--no-report", "--workers", "2"]
     child = subprocess.Popen([*PROTOFL, *words], cwd=tmp_path, start_new_session=True, text=True,
                              stdout=subprocess.DEVNULL, stderr=subprocess.PIPE)  # fmt: skip
     deadline = time.monotonic() + 60

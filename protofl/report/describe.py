@@ -10,8 +10,9 @@ import pandas as pd
 from .. import options
 from ..protocol import Protocol
 from . import frames
+from .blocks import Table, cells
 from .groups import Entry, Setting
-from .markdown import escape, table
+from .markdown import escape
 from .read import Run, number
 from .select import evaluated
 from .tables import MISSING, frame
@@ -215,18 +216,18 @@ def _same(a: Any, b: Any) -> bool:
     return bool(a == b)
 
 
-def methods(s: Setting) -> str:
+def methods(s: Setting, name: str) -> Table:
     """The methods with their options and the size of what they train."""
     rows = [
-        [
-            escape(e.label),
-            escape(e.method),
-            _count(e.runs[0].network.get("trained") or None),
-            escape(", ".join(f"{k}={text(v)}" for k, v in e.runs[0].options.items()) or MISSING),
-        ]
+        cells([
+            e.label,
+            e.method,
+            MISSING if not (size := e.runs[0].network.get("trained")) else f"{size:,}",
+            ", ".join(f"{k}={text(v)}" for k, v in e.runs[0].options.items()) or MISSING,
+        ])
         for e in s.entries
-    ]
-    return table(["method", "id", "parameters", "options"], rows, 2).replace("| ---: |\n", "| :--- |\n", 1)
+    ]  # fmt: skip
+    return Table(name, "Methods", ["method", "id", "parameters", "options"], rows, left=2)
 
 
 def population(entry: Entry) -> tuple[str, str]:

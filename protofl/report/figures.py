@@ -1,4 +1,4 @@
-"""Figures: tidy frames in, PNG files out. One style; no global state, no display, nothing left open."""
+"""Figures: tidy frames in, figures out, stored in one place. One style; no global state, no display, nothing left open."""
 
 from __future__ import annotations
 
@@ -44,9 +44,18 @@ def one_style() -> Iterator[None]:
         yield
 
 
+FORMATS: dict[str, dict[str, Any]] = {
+    "png": {"Software": None},
+    "svg": {"Date": None, "Creator": None},
+    "pdf": {"CreationDate": None, "Creator": None, "Producer": None},
+}
+"""What is written, without what is not of the figure: times and versions."""
+
+
 def save(figure: Figure, path: Path) -> None:
-    """Write a PNG that depends on nothing but the figure."""
-    figure.savefig(path, format="png", metadata={"Software": None}, bbox_inches="tight", pad_inches=0.12)
+    """Write .png, .svg or .pdf, by the path's end, so that the bytes depend on nothing but the figure."""
+    path.parent.mkdir(exist_ok=True)
+    figure.savefig(path, metadata=FORMATS[path.suffix[1:]], bbox_inches="tight", pad_inches=0.12)
 
 
 def blank(width: float, height: float, rows: int = 1, columns: int = 1, **grid: Any) -> tuple[Figure, list[Axes]]:
@@ -57,7 +66,7 @@ def blank(width: float, height: float, rows: int = 1, columns: int = 1, **grid: 
     return figure, list(figure.subplots(rows, columns, squeeze=False, **grid).flat)
 
 
-def draw_curves(tidy: pd.DataFrame, chance: float | None, path: Path) -> None:
+def draw_curves(tidy: pd.DataFrame, chance: float | None) -> Figure:
     """Accuracy over rounds of one setting, a panel per kind of accuracy."""
     kinds = [m for m in ACCURACIES if (tidy["metric"] == m).any()]
     labels = tidy["label"].nunique()
@@ -81,10 +90,10 @@ def draw_curves(tidy: pd.DataFrame, chance: float | None, path: Path) -> None:
             )
         direct_labels(ax, mine)
     axes[-1].set_xlabel("round t")
-    save(figure, path)
+    return figure
 
 
-def draw_terms(tidy: pd.DataFrame, path: Path) -> None:
+def draw_terms(tidy: pd.DataFrame) -> Figure:
     """Terms of the training loss over rounds of one setting, a panel per term."""
     names = sorted(tidy["metric"].unique(), key=lambda n: (n != "loss", n))
     columns = 2 if len(names) == 4 else min(3, len(names))
@@ -98,7 +107,7 @@ def draw_terms(tidy: pd.DataFrame, path: Path) -> None:
     for ax in axes[: len(names)][-columns:]:
         ax.set_xlabel("round t")
     legend(figure, tidy, columns)
-    save(figure, path)
+    return figure
 
 
 def lines(ax: Axes, tidy: pd.DataFrame) -> None:
@@ -189,7 +198,7 @@ COSTS = {
 """Panels of the cost picture: what is drawn, and its title."""
 
 
-def draw_cost(tidy: pd.DataFrame, path: Path) -> None:
+def draw_cost(tidy: pd.DataFrame) -> Figure:
     """What a method costs: bytes, samples, memory of clients and the server's time, a bar per method."""
     figure, axes = blank(10.2, 0.24 * len(tidy) + 1.3, 1, len(COSTS), sharey=True)
     mine = tidy.iloc[::-1]
@@ -211,10 +220,10 @@ def draw_cost(tidy: pd.DataFrame, path: Path) -> None:
         ax.grid(False, axis="y")
         ax.tick_params(axis="y", length=0)
     axes[0].set_yticks(at, [short(plain(str(label)), 30) for label in mine["label"]])
-    save(figure, path)
+    return figure
 
 
-def draw_split(tidy: pd.DataFrame, path: Path) -> None:
+def draw_split(tidy: pd.DataFrame) -> Figure:
     """Samples by client and class as a heat map, with the clients' sizes beside it."""
     from matplotlib.colors import PowerNorm
     from matplotlib.ticker import MaxNLocator
@@ -248,7 +257,7 @@ def draw_split(tidy: pd.DataFrame, path: Path) -> None:
     bars.tick_params(axis="y", length=0, labelleft=False)
     bars.grid(False, axis="y")
     bars.locator_params(axis="x", nbins=3)
-    save(figure, path)
+    return figure
 
 
 def name_classes(ax: Axes, names: Sequence[str]) -> None:
@@ -280,7 +289,7 @@ def write_counts(ax: Axes, table: Any, dark: Any) -> None:
             )
 
 
-def draw_prototypes(tidy: pd.DataFrame, classes: int, path: Path) -> None:
+def draw_prototypes(tidy: pd.DataFrame, classes: int) -> Figure:
     """Prototypes in the plane, a panel per method: stars are global, dots are the clients' own."""
     groups = list(tidy.groupby("label", sort=False))
     columns = min(3, len(groups))
@@ -321,7 +330,7 @@ def draw_prototypes(tidy: pd.DataFrame, classes: int, path: Path) -> None:
     for ax in axes[len(groups) :]:
         ax.remove()
     class_legend(figure, tidy, classes)
-    save(figure, path)
+    return figure
 
 
 def class_colour(c: int, classes: int) -> Any:

@@ -8,7 +8,7 @@ from typing import Any
 
 import pandas as pd
 
-from .groups import Entry, Setting, settings
+from .groups import Entry, Setting
 from .read import Run, counts, number
 from .select import METRICS, Row, value
 from .tables import frame
@@ -17,18 +17,18 @@ CURVES = ["setting", "method", "label", "variant", "metric", "round", "n", "mean
 SPLIT = ["setting", "seed", "client", "class", "samples"]
 
 
-def curves(runs: Sequence[Run]) -> pd.DataFrame:
+def curves(made: Sequence[Setting]) -> pd.DataFrame:
     """Setting x method x metric x round -> mean, lowest and highest of the seeds, as shares of 1.
 
     `loss` is that of the test. Only rounds that all seeds in use have; a method whose runs all diverged is
     followed until then.
     """
-    return _over_rounds(runs, lambda entry: [*METRICS, "loss"], value)
+    return _over_rounds(made, lambda entry: [*METRICS, "loss"], value)
 
 
-def terms(runs: Sequence[Run]) -> pd.DataFrame:
+def terms(made: Sequence[Setting]) -> pd.DataFrame:
     """Setting x method x term of the training loss x round -> mean, lowest and highest of the seeds."""
-    return _over_rounds(runs, _terms, lambda row, name: number(row.get("terms", {}).get(name)))
+    return _over_rounds(made, _terms, lambda row, name: number(row.get("terms", {}).get(name)))
 
 
 def _terms(entry: Entry) -> list[str]:
@@ -37,12 +37,12 @@ def _terms(entry: Entry) -> list[str]:
 
 
 def _over_rounds(
-    runs: Sequence[Run], names: Callable[[Entry], list[str]], read: Callable[[Row, str], float | None]
+    made: Sequence[Setting], names: Callable[[Entry], list[str]], read: Callable[[Row, str], float | None]
 ) -> pd.DataFrame:
     return frame(
         (
             {**_who(s, e), "metric": name, **point}
-            for s in settings(runs)
+            for s in made
             for e in s.entries
             if e.drawn
             for name in names(e)
@@ -88,7 +88,7 @@ def split_run(setting: Setting) -> Run | None:
     return min(known, key=lambda run: run.seed, default=None)
 
 
-def split(runs: Sequence[Run]) -> pd.DataFrame:
+def split(made: Sequence[Setting]) -> pd.DataFrame:
     """Setting x client x class -> samples."""
     return frame(
         (
@@ -99,7 +99,7 @@ def split(runs: Sequence[Run]) -> pd.DataFrame:
                 "class": class_name(run, c),
                 "samples": int(n),
             }
-            for s in settings(runs)
+            for s in made
             if (run := split_run(s)) is not None and (table := counts(run.partition)) is not None
             for i, line in enumerate(table)
             for c, n in enumerate(line)

@@ -9,7 +9,7 @@ import numpy as np
 import pandas as pd
 
 from .frames import class_name
-from .groups import Entry, Setting, settings
+from .groups import Entry, Setting
 from .read import Array, Prototypes, Run
 from .tables import frame
 
@@ -38,19 +38,19 @@ FEWEST = 6
 """With fewer distinct points t-SNE means nothing: PCA."""
 
 
-def prototypes(runs: Sequence[Run]) -> tuple[pd.DataFrame, dict[int, list[str]]]:
+def prototypes(made: Sequence[Setting]) -> tuple[pd.DataFrame, list[str]]:
     """The points of every method that stored prototypes (first seed in use, last stored round), and remarks.
 
-    Each setting has its list of remarks: what was left out and why.
+    The remarks say what was left out and why.
     """
     rows: list[dict[str, Any]] = []
-    notes: dict[int, list[str]] = {}
-    for s in settings(runs):
+    notes: list[str] = []
+    for s in made:
         for e in s.entries:
             points, note = _of_entry(s, e)
             rows += points
             if note:
-                notes.setdefault(s.number, []).append(f"{e.label}: {note}")
+                notes.append(f"{e.label}: {note}")
     return frame(rows, COLUMNS), notes
 
 

@@ -1,9 +1,11 @@
-"""Text for Markdown: names that may contain anything, and tables."""
+"""Blocks as Markdown, and text for it: names that may contain anything."""
 
 from __future__ import annotations
 
 import re
 from collections.abc import Sequence
+
+from .blocks import Block, Cell, Code, Figure, Heading, Table, Text
 
 _SPECIAL = str.maketrans({c: "\\" + c for c in "\\|`*_[]$~#!"} | {"&": "&amp;", "<": "&lt;", ">": "&gt;"})
 
@@ -18,17 +20,35 @@ def escape(text: object) -> str:
     return one_line(str(text)).translate(_SPECIAL)
 
 
-def table(heads: Sequence[str], rows: Sequence[Sequence[str]], left: int = 1) -> str:
-    """A table of escaped cells; the first `left` columns and one named `status` are aligned left."""
-    rules = [":---" if i < left or h == "status" else "---:" for i, h in enumerate(heads)]
-    return "\n".join("| " + " | ".join(line) + " |" for line in (heads, rules, *rows))
+def write(blocks: Sequence[Block]) -> str:
+    """The document."""
+    return "\n\n".join(map(_block, blocks)) + "\n"
 
 
-def block(text: str) -> str:
-    """A line of code, shown as it is whatever it contains."""
-    return "    " + one_line(text)
+def _block(block: Block) -> str:
+    match block:
+        case Heading(text, level):
+            return f"{'#' * level} {escape(text)}"
+        case Text(markdown):
+            return markdown
+        case Code(text):
+            return "    " + one_line(text)
+        case Table():
+            return _table(block)
+        case Figure(name, alt, caption):
+            others = ", ".join(f"[{kind}](figures/{name}.{kind})" for kind in ("svg", "pdf", "csv"))
+            return f"![{escape(alt)}](figures/{name}.png)\n\n{caption} ({others})"
 
 
-def image(alt: str, file: str) -> str:
-    """A picture with its text."""
-    return f"![{escape(alt)}]({file})"
+def _table(table: Table) -> str:
+    rules = [":---" if table.aligned_left(i) else "---:" for i in range(len(table.heads))]
+    lines = [[escape(h) for h in table.heads], rules, *([_cell(c) for c in row] for row in table.rows)]
+    text = "\n".join("| " + " | ".join(line) + " |" for line in lines)
+    also = ", ".join(f"[{kind}](tables/{table.name}.{kind})" for kind in ("csv", "tex"))
+    return "\n\n".join([f"### {escape(table.title)}", text, f"{table.notes} ({also})".strip()])
+
+
+def _cell(cell: Cell) -> str:
+    text = escape(cell.text)
+    text = f"[{text}]({cell.link})" if cell.link else text
+    return f"**{text}**" if cell.bold else text

@@ -1,4 +1,4 @@
-"""The report: Markdown with its pictures and the data behind every table and picture."""
+"""The report: README.md and index.html with the same content, figures, tables, and the data behind them."""
 
 from __future__ import annotations
 
@@ -7,10 +7,10 @@ from collections.abc import Iterable
 from pathlib import Path
 
 from ..errors import UserError
-from . import describe, pictures, sections, tables
+from . import describe, html, markdown, pictures, sections, tables
+from .blocks import Block, Cell, Code, Heading, Table, Text
 from .content import DATA, Report
 from .groups import Setting
-from .markdown import block, escape, table
 from .read import UNFINISHED, Run
 from .read import runs as read_runs
 
@@ -18,7 +18,7 @@ Given = Run | Path | str
 
 
 def report(runs: Given | Iterable[Given], out: Path | str, *, title: str, command: str | None = None) -> Path:
-    """Write `out`/README.md with its pictures and CSV files, and return its path.
+    """Write `out`/README.md and index.html with their figures, tables and data, and return the latter's path.
 
     `runs`: runs, or folders with runs (one, or a sequence of them). `command`: the command line to be quoted.
     The same records give the same bytes.
@@ -27,11 +27,10 @@ def report(runs: Given | Iterable[Given], out: Path | str, *, title: str, comman
     out = Path(out)
     try:
         out.mkdir(parents=True, exist_ok=True)
-        made = Report(found, out)
-        for name, data in made.data.items():
-            data.to_csv(out / name, index=False, lineterminator="\n")
-        page = out / "README.md"
-        page.write_text(_page(made, title, command), "utf-8", newline="\n")
+        blocks = _blocks(Report(found, out), title, command)
+        (out / "README.md").write_text(markdown.write(blocks), "utf-8", newline="\n")
+        page = out / "index.html"
+        page.write_text(html.write(blocks, out, command), "utf-8", newline="\n")
     except OSError as error:
         raise UserError(f"the report cannot be written to {out}: {error.strerror or error}") from None
     return page
@@ -47,38 +46,39 @@ def _runs(given: Given | Iterable[Given]) -> list[Run]:
     return found
 
 
-def _page(made: Report, title: str, command: str | None) -> str:
-    parts = [f"# {escape(title)}", *_opening(made, command)]
+def _blocks(made: Report, title: str, command: str | None) -> list[Block]:
+    parts: list[Block] = [Heading(title, 1), *_opening(made, command)]
     for s in made.settings:
         parts += _setting(made, s)
-    parts += ["## Runs", _run_list(made), "## Files", _files()]
-    return "\n\n".join(filter(None, parts)) + "\n"
+    files = "\n".join(f"* [{name}](data/{name}): {what}" for name, what in DATA.items())
+    return [*parts, Heading("Runs"), _run_list(made), Heading("Data"), Text(files)]
 
 
-def _opening(made: Report, command: str | None) -> list[str]:
+def _opening(made: Report, command: str | None) -> list[Block]:
     """The command, the versions, and which settings there are."""
-    parts = ["Made from records by this command:", block(command)] if command else []
-    parts.append(describe.versions(made.runs))
+    parts: list[Block] = [Text("Made from records by this command:"), Code(command)] if command else []
+    if versions := describe.versions(made.runs):
+        parts.append(Text(versions))
     if not made.settings:
-        parts.append("**No run could be read**; the list below says why.")
+        parts.append(Text("**No run could be read**; the list below says why."))
     if len(made.settings) > 1:
-        heads = ["setting", *map(escape, made.settings[0].differs), "methods"]
+        heads = ["setting", *made.settings[0].differs, "methods"]
         rows = [
-            [str(s.number), *map(escape, s.differs.values()), escape(", ".join(e.label for e in s.entries))]
+            [Cell(str(s.number), s.number), *map(Cell, s.differs.values()), Cell(", ".join(e.label for e in s.entries))]
             for s in made.settings
         ]
-        parts += ["Settings that differ are not compared with each other:", table(heads, rows, len(heads))]
+        told = "Settings that differ are not compared with each other."
+        parts.append(made.table(Table("settings", "Settings", heads, rows, told, left=len(heads))))
     return parts
 
 
-def _setting(made: Report, s: Setting) -> list[str]:
+def _setting(made: Report, s: Setting) -> list[Block]:
     """All parts of one setting."""
     named = ", ".join(f"{k}={v}" for k, v in s.differs.items())
-    top = f"## Setting {s.number}: {escape(named)}" if named else "## Setting"
     return [
-        top,
-        describe.what_was_run(s),
-        describe.methods(s),
+        Heading(f"Setting {s.number}: {named}" if named else "Setting"),
+        Text(describe.what_was_run(s)),
+        made.table(describe.methods(s, made.name("methods", s))),
         *sections.accuracy(made, s),
         *sections.personal(made, s),
         *sections.readings(made, s),
@@ -94,7 +94,7 @@ def _setting(made: Report, s: Setting) -> list[str]:
 # ---- traceability -----------------------------------------------------------------------------------------
 
 
-def _run_list(made: Report) -> str:
+def _run_list(made: Report) -> Table:
     """Every folder, what it is, whether it counts, and why not."""
     used = {run.path for s in made.settings for e in s.entries for run in e.used}
     where = {run.path: s.number for s in made.settings for run in s.runs}
@@ -109,25 +109,21 @@ def _run_list(made: Report) -> str:
             why.append("another seed of its method finished")
         rows.append(
             [
-                escape(_relative(run.path, made.out)),
-                escape(run.digest or tables.MISSING),
-                escape(label.get(run.path, run.name or tables.MISSING)),
-                str(run.seed) if run.known else tables.MISSING,
-                str(where.get(run.path, tables.MISSING)),
-                run.status,
-                "yes" if run.path in used else "**no**",
-                escape("; ".join(why)),
+                Cell(_relative(run.path, made.out)),
+                Cell(run.digest or tables.MISSING),
+                Cell(label.get(run.path, run.name or tables.MISSING)),
+                Cell(str(run.seed) if run.known else tables.MISSING),
+                Cell(str(where.get(run.path, tables.MISSING))),
+                Cell(run.status),
+                Cell("yes") if run.path in used else Cell("no", bold=True),
+                Cell("; ".join(why)),
             ]
         )
     out = sum(run.path not in used for run in made.runs)
     text = f"{len(made.runs)} run folders{f', {out} left out of the numbers' if out else ''}."
     heads = ["folder", "digest", "method", "seed", "setting", "status", "in the numbers", "remark"]
-    return f"{text}\n\n{table(heads, rows, len(heads))}"
+    return made.table(Table("runs", "Run folders", heads, rows, text, len(heads)))
 
 
 def _relative(path: Path, out: Path) -> str:
     return Path(os.path.relpath(path.resolve(), out.resolve())).as_posix()
-
-
-def _files() -> str:
-    return "\n".join(f"* [{name}]({name}): {what}" for name, what in DATA.items())

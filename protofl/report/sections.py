@@ -1,15 +1,17 @@
-"""Tables of the report in Markdown, one setting at a time; a function returns the blocks of its section."""
+"""Tables of the report, one setting at a time; a function returns the blocks of its section."""
 
 from __future__ import annotations
 
 from collections.abc import Sequence
+from typing import Any
 
 import pandas as pd
 
 from . import describe, tables
+from .blocks import Block, Cell, Table
 from .content import Report
 from .groups import Setting
-from .markdown import escape, table
+from .markdown import escape
 from .read import DIVERGED
 from .select import RULES, last, mean_last_5
 
@@ -30,11 +32,7 @@ COST = (
 )
 
 
-def _bold(text: str, top: bool) -> str:
-    return f"**{text}**" if top else text
-
-
-def accuracy(made: Report, s: Setting) -> list[str]:
+def accuracy(made: Report, s: Setting) -> list[Block]:
     """Global model: one row per method, one column per selection rule."""
     cells = tables.Cells(made.data["accuracy.csv"], s.number)
     labels = [e.label for e in s.entries]
@@ -48,12 +46,12 @@ def accuracy(made: Report, s: Setting) -> list[str]:
     ]
     rows = []
     for e in s.entries:
-        shown = [_bold(cells.percent(e.label, "gm", n), e.label in top.get(n, ())) for n in RULES]
+        shown = [cells.cell(e.label, "gm", n, bold=e.label in top.get(n, ())) for n in RULES]
         gone = not e.used and any(r.status == DIVERGED for r in e.runs)
-        shown = ["diverged"] * len(shown) if gone else shown
+        shown = [Cell("diverged")] * len(shown) if gone else shown
         n = int(cells.row(e.label, "gm", s.headline.name)["n"])
         at = str(cells.row(e.label, "gm", "best")["rounds"]).replace(" ", ", ") or tables.MISSING
-        rows.append([escape(e.label), *shown, at, str(n), escape(e.state)])
+        rows.append([Cell(e.label), *shown, Cell(at), Cell(str(n), n), Cell(e.state)])
     counted = [int(cells.row(label, "gm", s.headline.name)["n"]) for label in labels]
     chance = chance_level(s)
     notes = [
@@ -63,9 +61,11 @@ def accuracy(made: Report, s: Setting) -> list[str]:
         "Rounds count from t = 0. *best* chooses its round by the test set: optimistic, for comparison only.",
         _few_rounds(s, cells),
         _shortened(s),
-        _missing(rows),
+        missing(rows),
     ]
-    return ["### Accuracy of the global model (GM)", table(heads, rows), " ".join(filter(None, notes))]
+    return [
+        made.table(Table(made.name("accuracy", s), "Accuracy of the global model (GM)", heads, rows, _joined(notes)))
+    ]
 
 
 def _few_rounds(s: Setting, cells: tables.Cells) -> str:
@@ -83,8 +83,13 @@ def _shortened(s: Setting) -> str:
     return f"Not finished, numbers of the last round that all its seeds have: {named}." if named else ""
 
 
-def _missing(rows: Sequence[Sequence[str]]) -> str:
-    used = any(cell == tables.MISSING for row in rows for cell in row)
+def _joined(notes: Sequence[str]) -> str:
+    return " ".join(filter(None, notes))
+
+
+def missing(rows: Sequence[Sequence[Cell]]) -> str:
+    """What `-` means, if there is one."""
+    used = any(cell.text == tables.MISSING for row in rows for cell in row)
     return f"`{tables.MISSING}`: not measured." if used else ""
 
 
@@ -94,7 +99,7 @@ def chance_level(s: Setting) -> float | None:
     return 1 / classes if classes else None
 
 
-def personal(made: Report, s: Setting) -> list[str]:
+def personal(made: Report, s: Setting) -> list[Block]:
     """Personalised models: the last evaluated round, never in one column with GM."""
     cells = tables.Cells(made.data["accuracy.csv"], s.number)
     shown = [e for e in s.entries if any(cells.row(e.label, m, "last")["n"] for m in tables.WEIGHTINGS)]
@@ -116,12 +121,12 @@ def personal(made: Report, s: Setting) -> list[str]:
     ]
     rows = [
         [
-            escape(e.label),
-            *(_bold(cells.percent(e.label, m, "last"), e.label in top[m]) for m in names),
-            *(cells.percent(e.label, f"{by}_{k}", "last").split(" ±")[0] for k in ("std", "worst10")),
-            *describe.population(e),
-            str(max(int(cells.row(e.label, m, "last")["n"]) for m in names)),
-            escape(e.state),
+            Cell(e.label),
+            *(cells.cell(e.label, m, "last", bold=e.label in top[m]) for m in names),
+            *(cells.cell(e.label, f"{by}_{k}", "last", spread=False) for k in ("std", "worst10")),
+            *map(Cell, describe.population(e)),
+            Cell(str(max(int(cells.row(e.label, m, "last")["n"]) for m in names))),
+            Cell(e.state),
         ]
         for e in shown
     ]
@@ -134,13 +139,14 @@ def personal(made: Report, s: Setting) -> list[str]:
         "whose own a setting above says otherwise."
         if any(e.runs[0].adapted for e in shown)
         else f"Models as in `pm_protocol` = {escape(s.first.protocol.get('pm_protocol', tables.MISSING))}.",
-        "Methods with different populations are not comparable." if len({row[6] for row in rows}) > 1 else "",
-        _missing(rows),
+        "Methods with different populations are not comparable." if len({row[6].text for row in rows}) > 1 else "",
+        missing(rows),
     ]
-    return ["### Accuracy of the personalised models (PM)", table(heads, rows), " ".join(filter(None, notes))]
+    title = "Accuracy of the personalised models (PM)"
+    return [made.table(Table(made.name("personal", s), title, heads, rows, _joined(notes)))]
 
 
-def readings(made: Report, s: Setting) -> list[str]:
+def readings(made: Report, s: Setting) -> list[Block]:
     """Methods whose global model can be read in several ways."""
     cells = tables.Cells(made.data["accuracy.csv"], s.number)
     found = {e.label: tables.readings(e) for e in s.entries}
@@ -149,39 +155,36 @@ def readings(made: Report, s: Setting) -> list[str]:
         return []
     rows = [
         [
-            escape(label),
-            *(cells.percent(label, f"gm:{n}", last.name) for n in names),
-            cells.percent(label, "gm", last.name),
+            Cell(label),
+            *(cells.cell(label, f"gm:{n}", last.name) for n in names),
+            cells.cell(label, "gm", last.name),
         ]
         for label, many in found.items()
         if many
     ]
     text = "Ways to read the same global model, last round, %; one of them is the method's GM."
-    return [
-        "### Other readings of the global model",
-        table(["method", *map(escape, names), "GM"], rows),
-        f"{text} {_missing(rows)}".strip(),
-    ]
+    title = "Other readings of the global model"
+    notes = _joined([text, missing(rows)])
+    return [made.table(Table(made.name("readings", s), title, ["method", *names, "GM"], rows, notes))]
 
 
-def personal_readings(made: Report, s: Setting) -> list[str]:
+def personal_readings(made: Report, s: Setting) -> list[Block]:
     """Methods whose personal models can be read in several ways."""
     cells = tables.Cells(made.data["accuracy.csv"], s.number)
     rows = [
-        [escape(e.label), escape(name), *(cells.percent(e.label, f"{m}:{name}", last.name) for m in tables.WEIGHTINGS)]
+        [Cell(e.label), Cell(name), *(cells.cell(e.label, f"{m}:{name}", last.name) for m in tables.WEIGHTINGS)]
         for e in s.entries
         for name in tables.readings(e, "pm_scores")
     ]
     if not rows:
         return []
-    return [
-        "### Other readings of the personalised models",
-        table(["method", "reading", "PM(V)", "PM(L)", "PM uniform"], rows),
-        "Ways to read the same models, last round, %; one of them is the method's PM.",
-    ]
+    text = "Ways to read the same models, last round, %; one of them is the method's PM."
+    title = "Other readings of the personalised models"
+    heads = ["method", "reading", "PM(V)", "PM(L)", "PM uniform"]
+    return [made.table(Table(made.name("personal_readings", s), title, heads, rows, text, left=2))]
 
 
-def cost(made: Report, s: Setting) -> list[str]:
+def cost(made: Report, s: Setting) -> list[Block]:
     """Communication, time and memory."""
     mine = made.of("cost.csv", s).set_index("label")
     digits = {
@@ -200,9 +203,13 @@ def cost(made: Report, s: Setting) -> list[str]:
         return []
     heads = ["method", "down", "up", "one-time", "total", "trained", "forward", "kept", *tables.PARTS, "whole run",
              "peak memory", "rounds"]  # fmt: skip
-    rows = []
-    for e in s.entries:
-        values = mine.loc[e.label]
-        shown = [tables.MISSING if pd.isna(v := values[n]) else f"{v:,.{d}f}" for n, d in digits.items()]
-        rows.append([escape(e.label), *shown, tables.MISSING if pd.isna(r := values["rounds"]) else f"{r:g}"])
-    return ["### Cost", table(heads, rows), f"{COST} {_missing(rows)}".strip()]
+    rows = [
+        [Cell(e.label), *(number_cell(mine.loc[e.label, n], d) for n, d in {**digits, "rounds": 0}.items())]
+        for e in s.entries
+    ]
+    return [made.table(Table(made.name("cost", s), "Cost", heads, rows, _joined([COST, missing(rows)])))]
+
+
+def number_cell(value: Any, digits: int) -> Cell:
+    """A number with so many decimals; `-` where there is none."""
+    return Cell(tables.MISSING) if pd.isna(value) else Cell(f"{value:,.{digits}f}", float(value))

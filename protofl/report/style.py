@@ -76,6 +76,8 @@ STYLE: dict[str, Any] = {
     "figure.dpi": 150,
     "legend.frameon": False,
     "text.parse_math": False,
+    "svg.hashsalt": "protofl",
+    "pdf.fonttype": 42,
 }
 
 

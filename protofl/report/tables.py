@@ -11,6 +11,7 @@ from rich import box
 from rich.table import Table
 from rich.text import Text
 
+from .blocks import Cell
 from .groups import Entry, Setting, settings
 from .read import Run, number
 from .select import METRICS, RULES, Row, evaluated, last, undefined, value
@@ -81,7 +82,7 @@ def metrics(entry: Entry) -> list[str]:
     return [*METRICS, *SPREADS, *(f"gm:{name}" for name in readings(entry)), *personal]
 
 
-def per_run(runs: Sequence[Run]) -> pd.DataFrame:
+def per_run(made: Sequence[Setting]) -> pd.DataFrame:
     """Every run that enters a number: metric x selection rule -> value (a share of 1), its (last) round."""
     return frame(
         (
@@ -97,7 +98,7 @@ def per_run(runs: Sequence[Run]) -> pd.DataFrame:
                 "value": rule(e.rows(run), metric),
                 "round": rule.round(e.rows(run)),
             }
-            for s in settings(runs)
+            for s in made
             for e in s.entries
             for run in e.used
             for metric in metrics(e)
@@ -107,7 +108,7 @@ def per_run(runs: Sequence[Run]) -> pd.DataFrame:
     )
 
 
-def accuracy(runs: Sequence[Run]) -> pd.DataFrame:
+def accuracy(made: Sequence[Setting]) -> pd.DataFrame:
     """Setting x method x metric x selection rule -> mean and spread over the seeds, as shares of 1.
 
     `n` counts the seeds that have the metric; `sd` is missing for fewer than two. Where `over` says parties, `sd` is
@@ -117,7 +118,7 @@ def accuracy(runs: Sequence[Run]) -> pd.DataFrame:
     return frame(
         (
             {**head(s, e), "metric": metric, "rule": rule, **_summary(e, metric, rule, s.ddof)}
-            for s in settings(runs)
+            for s in made
             for e in s.entries
             for metric in metrics(e)
             for rule in RULES
@@ -185,7 +186,7 @@ def _over_parties(rows: Sequence[Row], metric: str, ddof: int) -> float | None:
 # ---- cost -------------------------------------------------------------------------------------------------
 
 
-def cost(runs: Sequence[Run]) -> pd.DataFrame:
+def cost(made: Sequence[Setting]) -> pd.DataFrame:
     """Setting x method -> communication (MB = 1e6 bytes), seconds and memory, means over the seeds.
 
     `down_mb`, `up_mb`: per round and drawn client; `once_mb`: constants, the exchange before round 0 and that after the
@@ -193,7 +194,7 @@ def cost(runs: Sequence[Run]) -> pd.DataFrame:
     alone, per round and drawn client; `state_mb`: the most that a client kept between rounds; `seconds_*`: per round,
     `seconds_total`: the whole run.
     """
-    return frame(({**head(s, e), "n": len(e.used), **_mean_cost(e)} for s in settings(runs) for e in s.entries), COST)
+    return frame(({**head(s, e), "n": len(e.used), **_mean_cost(e)} for s in made for e in s.entries), COST)
 
 
 def _mean_cost(entry: Entry) -> dict[str, float | None]:
@@ -269,10 +270,14 @@ class Cells:
 
     def percent(self, label: str, metric: str, rule: str) -> str:
         """`63.17 ± 0.42`, without the ± for fewer than two seeds; a word or `-` where there is no number."""
+        return self.cell(label, metric, rule).text
+
+    def cell(self, label: str, metric: str, rule: str, *, bold: bool = False, spread: bool = True) -> Cell:
+        """The same as a cell; spread: with the ±."""
         row = self.row(label, metric, rule)
         if row["mean"] is None:
-            return UNDEFINED if row["undefined"] else MISSING
-        return with_spread(row["mean"], row["sd"])
+            return Cell(UNDEFINED if row["undefined"] else MISSING)
+        return Cell(with_spread(row["mean"], row["sd"] if spread else None), row["mean"], bold)
 
     def highest(self, labels: Sequence[str], metric: str, rule: str) -> set[str]:
         """Which finished methods have the highest mean as printed; none if fewer than two can be compared."""
@@ -311,7 +316,8 @@ def plus_minus(rows: Iterable[Mapping[Any, Any]], ddof: int, shown: Callable[[st
 
 def terminal(runs: Sequence[Run]) -> Table:
     """The headline numbers for the terminal: one row per setting and method."""
-    made, tidy = settings(runs), accuracy(runs)
+    made = settings(runs)
+    tidy = accuracy(made)
     has_pm = bool(tidy.loc[tidy["metric"].isin(WEIGHTINGS), "mean"].notna().any())
     table = Table(
         title="Accuracy, %",

@@ -12,7 +12,7 @@ import pandas as pd
 import pytest
 from rich.console import Console
 
-from protofl.report import report, runs, tables
+from protofl.report import groups, report, runs, tables
 
 Write = Callable[..., Path]
 
@@ -42,7 +42,7 @@ def solo(write: Write, line: Any, seed: int, *rounds: Sequence[float | None], **
 
 def found(folder: Path, metric: str = "pm_uniform", rule: str = "last") -> pd.Series[Any]:
     """The row of the tidy table."""
-    tidy = tables.accuracy(runs([folder.parent]))
+    tidy = tables.accuracy(groups.settings(runs([folder.parent])))
     tidy = tidy[(tidy["metric"] == metric) & (tidy["rule"] == rule)]
     assert len(tidy) == 1
     return tidy.iloc[0]
@@ -116,7 +116,7 @@ def test_a_damaged_row(write: Write, line: Any, wrong: Any) -> None:
 
 def page(folder: Path, out: Path) -> str:
     """The section on personal models."""
-    text = report(folder.parent, out, title="t").read_text()
+    text = (report(folder.parent, out, title="t").parent / "README.md").read_text()
     return text.split("### Accuracy of the personalised models (PM)")[1].split("\n##")[0]
 
 

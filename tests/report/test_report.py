@@ -14,7 +14,7 @@ import pandas as pd
 import pytest
 
 from protofl.errors import UserError
-from protofl.report import geometry, report, runs
+from protofl.report import geometry, groups, report, runs
 from protofl.report.markdown import escape
 from protofl.report.style import COLOURS, colour, spread
 
@@ -22,7 +22,12 @@ Write = Callable[..., Path]
 
 
 def files(folder: Path) -> dict[str, bytes]:
-    return {p.name: p.read_bytes() for p in folder.iterdir()}
+    return {p.relative_to(folder).as_posix(): p.read_bytes() for p in folder.rglob("*") if p.is_file()}
+
+
+def markdown(page: Path) -> str:
+    """The same report in Markdown."""
+    return (page.parent / "README.md").read_text()
 
 
 def cells(text: str, start: str) -> list[str]:
@@ -37,15 +42,15 @@ def section(text: str, heading: str) -> str:
 
 def test_whole_report(study: Path, tmp_path: Path) -> None:
     page = report([study], tmp_path / "out", title="A study", command="protofl compare `x`")
-    text = page.read_text()
-    assert page.name == "README.md" and "left out" not in text
+    text = markdown(page)
+    assert page.name == "index.html" and "left out" not in text
     made = files(tmp_path / "out")
-    for name in ("curves.png", "terms.png", "split.png", "prototypes.png"):
+    for name in ("figures/curves.png", "figures/terms.png", "figures/split.png", "figures/prototypes.png"):
         assert made[name].startswith(b"\x89PNG") and f"]({name})" in text
         assert b"Software" not in made[name] and b"tIME" not in made[name]
     for name in made:
         if name.endswith(".csv"):
-            assert len(pd.read_csv(tmp_path / "out" / name)) > 0 and f"({name})" in text
+            assert len(pd.read_csv(tmp_path / "out" / name, dtype=str)) > 0 and f"({name})" in text
     assert "    protofl compare `x`" in text
     assert "±: sd over 3 seeds, n-1" in text
     assert "Chance level: 10.00 (1 of 10 classes)" in text
@@ -57,7 +62,7 @@ def test_whole_report(study: Path, tmp_path: Path) -> None:
     assert top[1].startswith("**") and top[2].startswith("**") and not top[3].startswith("**")
     assert "network | exemplar | fused" in section(text, "Other readings of the global model")
     # the numbers of the page are those of the file by run
-    by_run = pd.read_csv(tmp_path / "out" / "runs.csv")
+    by_run = pd.read_csv(tmp_path / "out" / "data" / "runs.csv")
     mine = by_run[(by_run.label == "FedProx") & (by_run.metric == "gm") & (by_run.rule == "last")]["value"]
     assert cells(global_models, "FedProx")[1] == f"{100 * mine.mean():.2f} ± {100 * mine.std(ddof=1):.2f}"
 
@@ -66,8 +71,9 @@ def test_same_bytes_twice(study: Path, tmp_path: Path) -> None:
     report([study], tmp_path / "a" / "out", title="t", command="c")
     report(runs([study]), tmp_path / "b" / "out", title="t", command="c")
     first, second = files(tmp_path / "a" / "out"), files(tmp_path / "b" / "out")
-    first["README.md"] = first["README.md"].replace(b"../../", b"")
-    second["README.md"] = second["README.md"].replace(b"../../", b"")
+    for made in (first, second):
+        for name in ("README.md", "index.html", "tables/runs.csv", "tables/runs.tex"):
+            made[name] = made[name].replace(b"../../", b"")
     assert first == second
 
 
@@ -78,7 +84,7 @@ def test_mixed_states(write: Write, line: Any, tmp_path: Path) -> None:
     write("fednh", 0, [0] * 6, rows=[], status="failed", summary={"error": "out of memory"})
     broken = write("fedproc", 0, [0.3] * 6)
     (broken / "protocol.json").write_text("{")
-    text = report(broken.parent, tmp_path / "out", title="t").read_text()
+    text = markdown(report(broken.parent, tmp_path / "out", title="t"))
     table = section(text, "Accuracy of the global model (GM)")
     assert cells(table, "FedProx")[1:] == [
         "diverged",
@@ -93,13 +99,13 @@ def test_mixed_states(write: Write, line: Any, tmp_path: Path) -> None:
     assert "**" not in "".join(cells(table, "FedAvg"))
     assert "protocol.json is not whole JSON" in text and "failed: out of memory" in text
     assert "5 run folders, 3 left out of the numbers" in text
-    assert "Picture" not in text
+    assert "*Figure" not in text
 
 
 def test_nothing_readable(write: Write, tmp_path: Path) -> None:
     folder = write()
     (folder / "protocol.json").unlink()
-    assert "No run could be read" in report(folder, tmp_path / "out", title="t").read_text()
+    assert "No run could be read" in markdown(report(folder, tmp_path / "out", title="t"))
 
 
 def test_nothing_at_all(tmp_path: Path) -> None:
@@ -110,7 +116,7 @@ def test_nothing_at_all(tmp_path: Path) -> None:
 
 
 def test_one_round_one_seed(write: Write, tmp_path: Path) -> None:
-    text = report(write("fedavg", 0, (0.5,)), tmp_path / "out", title="t").read_text()
+    text = markdown(report(write("fedavg", 0, (0.5,)), tmp_path / "out", title="t"))
     shown = cells(section(text, "Accuracy of the global model (GM)"), "FedAvg")
     assert shown == ["FedAvg", "50.00", "50.00", "50.00", "0", "1", "finished"]
     assert "One seed, hence no ±" in text and "Fewer than five evaluated rounds: FedAvg (1)" in text
@@ -123,9 +129,9 @@ def test_odd_names(write: Write, tmp_path: Path) -> None:
         "partition": {"counts": [[1, 0, 2]]},
     }
     folder = write("_odd", 0, (0.2, 0.3), protocol={"dataset": "x|y\n# z"}, document=names)
-    text = report(folder.parent, tmp_path / "out", title="# t|\n<script>").read_text()
+    text = markdown(report(folder.parent, tmp_path / "out", title="# t|\n<script>"))
     assert text.startswith("# \\# t\\| &lt;script&gt;\n")
-    assert "<script>" not in text and "<b>" not in text and "Picture" not in text
+    assert "<script>" not in text and "<b>" not in text and "left out" not in text
     lines = [part for part in text.splitlines() if part.startswith("| a&lt;b&gt;")]
     assert lines and all("a&lt;b&gt;\\|c\\`d\\` \\$e\\$ \\[x\\](y) \\_z\\_" in part for part in lines)
 
@@ -137,9 +143,9 @@ def test_escape() -> None:
 def test_several_settings_have_their_own_pictures(write: Write, tmp_path: Path) -> None:
     for beta in (0.1, 0.5):
         folder = write("fedavg", 0, protocol={"beta": beta})
-    text = report(folder.parent, tmp_path / "out", title="t").read_text()
+    text = markdown(report(folder.parent, tmp_path / "out", title="t"))
     assert "## Setting 1: beta=0.1" in text and "## Setting 2: beta=0.5" in text
-    assert {"curves-1.png", "curves-2.png", "split-1.png", "split-2.png"} <= set(files(tmp_path / "out"))
+    assert {f"figures/{n}-{i}.png" for n in ("curves", "split") for i in (1, 2)} <= set(files(tmp_path / "out"))
 
 
 def test_personal_only(write: Write, line: Any, tmp_path: Path) -> None:
@@ -147,7 +153,7 @@ def test_personal_only(write: Write, line: Any, tmp_path: Path) -> None:
     rows = [line(0, None, [0, 1], gm_scores={}, pm_clients=9, pm_skipped=1, **pm)]
     folder = write("fedproto", 0, (None,), rows=rows)
     write("fedavg", 0, (0.5,), rows=[line(0, 0.5, [0, 1])])
-    text = report(folder.parent, tmp_path / "out", title="t").read_text()
+    text = markdown(report(folder.parent, tmp_path / "out", title="t"))
     assert cells(section(text, "Accuracy of the global model (GM)"), "FedProto")[1:4] == ["not defined"] * 3
     personal = section(text, "Accuracy of the personalised models (PM)")
     shown = cells(personal, "FedProto")
@@ -158,7 +164,7 @@ def test_personal_only(write: Write, line: Any, tmp_path: Path) -> None:
 def test_unlike_partners_are_named(write: Write, tmp_path: Path, line: Any) -> None:
     write("fedavg", 0, (0.5,), rows=[line(0, 0.5, [0, 1])])
     folder = write("fedprox", 0, (0.5,), rows=[line(0, 0.5, [0, 2])])
-    text = report(folder.parent, tmp_path / "out", title="t").read_text()
+    text = markdown(report(folder.parent, tmp_path / "out", title="t"))
     assert "**not the same for all methods of a seed: drawn clients**" in text
 
 
@@ -181,9 +187,9 @@ def test_prototypes_not_finite(write: Write, prototypes: Callable[..., None], tm
     bad = write("fednh", 0)
     (bad / "prototypes").mkdir()
     np.savez(bad / "prototypes" / "round-00001.npz", values=np.array([[np.nan, 0], [1, 2]]), has=[True, True])
-    text = report(bad.parent, tmp_path / "out", title="t").read_text()
+    text = markdown(report(bad.parent, tmp_path / "out", title="t"))
     assert "FedNH: prototypes not finite or too large, picture left out" in text
-    assert "](prototypes.png)" in text
+    assert "](figures/prototypes.png)" in text
 
 
 def test_absent_classes_are_not_drawn(write: Write, tmp_path: Path) -> None:
@@ -191,7 +197,7 @@ def test_absent_classes_are_not_drawn(write: Write, tmp_path: Path) -> None:
     (folder / "prototypes").mkdir()
     values = np.array([[1.0, 2.0], [np.nan, np.nan], [3.0, 5.0]])
     np.savez(folder / "prototypes" / "round-00001.npz", values=values, has=[True, False, True])
-    tidy, notes = geometry.prototypes(runs([folder]))
+    tidy, notes = geometry.prototypes(groups.settings(runs([folder])))
     assert tidy["class_id"].tolist() == [0, 2] and not notes
 
 
@@ -217,8 +223,8 @@ def test_a_picture_that_fails_does_not_end_the_report(
         raise RuntimeError("no fonts")
 
     monkeypatch.setattr(figures, "draw_split", fail)
-    text = report(write(), tmp_path / "out", title="t").read_text()
-    assert "*Picture split.png left out: RuntimeError: no fonts*" in text
+    text = markdown(report(write(), tmp_path / "out", title="t"))
+    assert "*Figure split left out: RuntimeError: no fonts*" in text
 
 
 def test_no_torch_and_no_matplotlib_on_import() -> None:
@@ -241,7 +247,7 @@ def test_without_a_display(write: Write, tmp_path: Path, display: str | None) ->
     )
     command = [sys.executable, "-W", "error::RuntimeWarning", "-c", code, str(folder), str(tmp_path / "out")]
     subprocess.run(command, check=True, env=env)
-    assert (tmp_path / "out" / "curves.png").read_bytes().startswith(b"\x89PNG")
+    assert (tmp_path / "out" / "figures" / "curves.png").read_bytes().startswith(b"\x89PNG")
 
 
 def test_a_budget_of_its_own_is_told(write: Write, tmp_path: Path, line: Any) -> None:
@@ -250,7 +256,7 @@ def test_a_budget_of_its_own_is_told(write: Write, tmp_path: Path, line: Any) ->
     rows = [line(0, None, [0, 1, 2], gm_scores={}, pm_v=0.5, pm_clients=3, pm_skipped=0)]
     own = {"adapted": {"rounds": 1, "participation": 1.0, "pm_clients": "all"}}
     folder = write("solo", 0, (None, None), rows=rows, document=own)
-    text = report(folder.parent, tmp_path / "out", title="t").read_text()
+    text = markdown(report(folder.parent, tmp_path / "out", title="t"))
     assert "* **Of its own**: solo: rounds = 1, participation = 1, pm\\_clients = all" in text
     assert "not the same for all" not in text and "(2 clients per round)" in text
     personal = cells(section(text, "Accuracy of the personalised models (PM)"), "solo")

@@ -38,7 +38,7 @@ def raw(root: Path) -> dict[tuple[str, int], list[dict[str, Any]]]:
 
 
 def test_means_over_seeds(study: Path) -> None:
-    tidy, rows = tables.accuracy(runs([study])), raw(study)
+    tidy, rows = tables.accuracy(groups.settings(runs([study]))), raw(study)
     for method in ("fedavg", "fednh", "fedcspc"):
         for metric in ("gm", "pm_v", "pm_l", "pm_uniform", "pm_v_std", "pm_v_worst10"):
             finals = [rows[method, seed][-1][metric] for seed in (0, 1, 2)]
@@ -55,13 +55,13 @@ def test_means_over_seeds(study: Path) -> None:
 def test_ddof_of_the_protocol(write: Write) -> None:
     for seed, gm in enumerate((0.5, 0.6, 0.8)):
         write("fedavg", seed, (gm,), protocol={"std_ddof": 0})
-    found = one(tables.accuracy(runs([write("fedprox", 0, (0.5,), protocol={"std_ddof": 0}).parent])),
+    found = one(tables.accuracy(groups.settings(runs([write("fedprox", 0, (0.5,), protocol={"std_ddof": 0}).parent]))),
                 method="fedavg", metric="gm", rule="last")  # fmt: skip
     assert found["sd"] == pytest.approx(statistics.pstdev((0.5, 0.6, 0.8)))
 
 
 def test_one_seed_has_no_spread(write: Write) -> None:
-    tidy = tables.accuracy(runs([write("fedavg", 0, (0.5, 0.6312))]))
+    tidy = tables.accuracy(groups.settings(runs([write("fedavg", 0, (0.5, 0.6312))])))
     assert pd.isna(one(tidy, metric="gm", rule="last")["sd"])
     assert tables.Cells(tidy, 1).percent("FedAvg", "gm", "last") == "63.12"
     assert tables.over([1, 1], 1) == "One seed, hence no ±"
@@ -74,7 +74,7 @@ def test_cells() -> None:
 
 
 def test_unmeasured_is_missing(write: Write) -> None:
-    cells = tables.Cells(tables.accuracy(runs([write()])), 1)
+    cells = tables.Cells(tables.accuracy(groups.settings(runs([write()]))), 1)
     assert cells.percent("FedAvg", "pm_v", "last") == "-"
     assert cells.row("FedAvg", "pm_v", "last")["n"] == 0
 
@@ -82,7 +82,7 @@ def test_unmeasured_is_missing(write: Write) -> None:
 def test_highest_as_printed(write: Write) -> None:
     for method, gm in (("fedavg", 0.60001), ("fedprox", 0.60004), ("moon", 0.59)):
         folder = write(method, 0, (gm,))
-    cells = tables.Cells(tables.accuracy(runs([folder.parent])), 1)
+    cells = tables.Cells(tables.accuracy(groups.settings(runs([folder.parent]))), 1)
     assert cells.highest(["FedAvg", "FedProx", "MOON"], "gm", "last") == {"FedAvg", "FedProx"}
     assert cells.highest(["FedAvg"], "gm", "last") == set()
 
@@ -90,7 +90,7 @@ def test_highest_as_printed(write: Write) -> None:
 def test_unfinished_runs_do_not_mix_with_finished_ones(write: Write, line: Any) -> None:
     write("fedavg", 0, (0.5, 0.6, 0.7))
     folder = write("fedavg", 1, (0, 0, 0), rows=[line(0, 0.1, [0])], status="running")
-    found = one(tables.accuracy(runs([folder.parent])), metric="gm", rule="last")
+    found = one(tables.accuracy(groups.settings(runs([folder.parent]))), metric="gm", rule="last")
     assert (found["n"], found["mean"], found["finished"]) == (1, 0.7, True)
     assert found["status"] == "1 of 2 finished; seed 1 unfinished (1 of 3 rounds)"
 
@@ -99,14 +99,14 @@ def test_unfinished_seeds_are_compared_in_the_same_round(write: Write, line: Any
     for seed, n in ((0, 2), (1, 3)):
         rows = [line(t, 0.1 * (t + 1), [0]) for t in range(n)]
         folder = write("fedavg", seed, [0] * 5, rows=rows, status="running")
-    found = one(tables.accuracy(runs([folder.parent])), metric="gm", rule="last")
+    found = one(tables.accuracy(groups.settings(runs([folder.parent]))), metric="gm", rule="last")
     assert (found["n"], found["mean"], found["finished"], found["rounds"]) == (2, 0.2, False, "1 1")
 
 
 def test_diverged_runs_have_no_number(write: Write, line: Any) -> None:
     rows = [line(0, 0.3, [0]), line(1, None, [0], diverged=True)]
     folder = write("fedavg", 0, [0] * 5, rows=rows, status="diverged")
-    found = one(tables.accuracy(runs([folder])), metric="gm", rule="last")
+    found = one(tables.accuracy(groups.settings(runs([folder]))), metric="gm", rule="last")
     assert (found["n"], found["status"]) == (0, "diverged at round 1")
     assert pd.isna(found["mean"])
 
@@ -116,7 +116,7 @@ def test_the_same_run_twice_counts_once(write: Write, tmp_path: Path) -> None:
 
     folder = write("fedavg", 0)
     shutil.copytree(folder, tmp_path / "copy" / folder.name)
-    tidy = tables.accuracy(runs([tmp_path]))
+    tidy = tables.accuracy(groups.settings(runs([tmp_path])))
     assert one(tidy, metric="gm", rule="last")["n"] == 1
 
 
@@ -171,7 +171,9 @@ def test_cost(write: Write, line: Any) -> None:
              seconds={"train": 3.0, "evaluate": 1.5}),
     ]  # fmt: skip
     before["seconds"] = {"train": 0.25}
-    found = one(tables.cost(runs([write("fedproc", 0, (0.1, 0.2), rows=[before, *played])])), method="fedproc")
+    found = one(
+        tables.cost(groups.settings(runs([write("fedproc", 0, (0.1, 0.2), rows=[before, *played])]))), method="fedproc"
+    )
     assert (found["down_mb"], found["up_mb"], found["rounds"]) == (2.0, 1.0, 2.0)
     assert found["once_mb"] == pytest.approx(0.500030)
     assert found["total_mb"] == pytest.approx(15.500030)
@@ -184,14 +186,14 @@ def test_cost(write: Write, line: Any) -> None:
 def test_the_exchange_after_the_last_round_is_billed_apart(write: Write, line: Any) -> None:
     last = line(0, 0.2, [0, 1], bytes_down=4_000_000, bytes_up=0,
                 final={"clients": [0, 1, 2], "bytes_down": 300, "bytes_up": 700, "bytes_once": 0})  # fmt: skip
-    found = one(tables.cost(runs([write("fedproc", 0, (0.2,), rows=[last])])), method="fedproc")
+    found = one(tables.cost(groups.settings(runs([write("fedproc", 0, (0.2,), rows=[last])]))), method="fedproc")
     assert (found["down_mb"], found["once_mb"]) == (2.0, pytest.approx(0.001))
 
 
 def test_undefined_is_not_unmeasured(write: Write, line: Any) -> None:
     scores = {"prototype": {"v": 0.5, "l": None, "uniform": None}, "head": {"v": 0.25, "l": 0.5, "uniform": 0.75}}
     rows = [line(0, None, [0], gm_scores={}, pm_v=0.5, pm_l=None, pm_uniform=None, pm_scores=scores)]
-    cells = tables.Cells(tables.accuracy(runs([write("fedproto", 0, (None,), rows=rows)])), 1)
+    cells = tables.Cells(tables.accuracy(groups.settings(runs([write("fedproto", 0, (None,), rows=rows)]))), 1)
     told = {m: cells.percent("FedProto", m, "last") for m in ("gm", "pm_v", "pm_l", "pm_v_std")}
     assert [cells.percent("FedProto", f"pm_l:{k}", "last") for k in scores] == ["not defined", "50.00"]
     assert told == {"gm": "not defined", "pm_v": "50.00", "pm_l": "not defined", "pm_v_std": "-"}
@@ -203,5 +205,5 @@ def test_terminal(study: Path, write: Write) -> None:
     console.print(tables.terminal(runs([study])))
     text = console.file.getvalue()  # type: ignore[attr-defined]
     assert "fed[red]x" in text and "best (picked on test)" in text and "n-1" in text
-    cells = tables.Cells(tables.accuracy(runs([study])), 1)
+    cells = tables.Cells(tables.accuracy(groups.settings(runs([study]))), 1)
     assert cells.percent("FedNH", "gm", "last") in text and "±" in cells.percent("FedNH", "gm", "last")

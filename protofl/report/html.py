@@ -1,0 +1,50 @@
+"""Blocks as one self-contained HTML file: no network, no framework; every name is escaped by the template."""
+
+from __future__ import annotations
+
+import base64
+from collections.abc import Iterator, Sequence
+from pathlib import Path
+
+from .blocks import Block, Code, Figure, Heading, Table, Text
+
+LARGEST = 150_000
+"""Bytes of an SVG beyond which the figure is a PNG."""
+
+
+def write(blocks: Sequence[Block], out: Path, command: str | None) -> str:
+    """The page. out: where the figures lie; command: what makes the report again."""
+    from jinja2 import Environment, PackageLoader
+    from markdown_it import MarkdownIt
+    from markupsafe import Markup
+
+    def paragraphs(text: str) -> Markup:
+        return Markup(MarkdownIt("commonmark", {"html": False}).render(text))
+
+    env = Environment(loader=PackageLoader("protofl.report"), autoescape=True, trim_blocks=True, lstrip_blocks=True)
+    env.filters |= {"markdown": paragraphs, "kind": _kind, "source": lambda figure: _source(figure, out)}
+    headings = [block for block in blocks if isinstance(block, Heading)]
+    anchors = dict(zip(map(id, headings), _anchors(headings)))
+    return env.get_template("page.html").render(
+        title=headings[0].text if headings else "protofl", blocks=blocks, command=command,
+        anchor=lambda block: anchors[id(block)], contents=[h for h in headings if h.level == 2],
+    )  # fmt: skip
+
+
+def _kind(block: Block) -> str:
+    return {Heading: "heading", Text: "text", Code: "code", Table: "table", Figure: "figure"}[type(block)]
+
+
+def _anchors(headings: Sequence[Heading]) -> Iterator[str]:
+    """A name for every heading: words cannot be relied on, they may be of any script."""
+    return (f"part-{i}" for i, _ in enumerate(headings))
+
+
+def _source(figure: Figure, out: Path) -> str:
+    """The picture itself: as SVG, or as PNG where that is too large."""
+    stem = out / "figures" / figure.name
+    drawn = stem.with_name(f"{figure.name}.svg").read_bytes()
+    kind = "svg+xml"
+    if len(drawn) > LARGEST:
+        drawn, kind = stem.with_name(f"{figure.name}.png").read_bytes(), "png"
+    return f"data:image/{kind};base64,{base64.b64encode(drawn).decode()}"
