@@ -84,12 +84,12 @@ def test_bench_prints_stores_and_reports(table: tuple[Path, str]) -> None:
     assert "fedproc beta 0.5 seed 1: finished" in said and "FedProc" in said and "MOON" in said
     assert len(runs(folder / "results")) == 4
     (page,) = (folder / "reports").glob("*/README.md")
-    assert str(page.relative_to(folder)) in said and "results" in said
+    assert str(page.with_name("index.html").relative_to(folder)) in said and "results" in said
     text = page.read_text()
     assert "sd over 2 seeds" in text and "picked on test" in text and "--methods fedproc,moon" in text
     for row in runs(folder / "results").values():
         assert f"{100 * row[-1]['gm']:.2f}"  # the table is checked against the records by tests/report
-    assert list(page.parent.glob("*.png")) and list(page.parent.glob("*.csv"))
+    assert list(page.parent.glob("figures/*.png")) and list(page.parent.glob("tables/*.csv"))
 
 
 def test_again_reuses_everything(table: tuple[Path, str]) -> None:
