@@ -415,12 +415,8 @@ def stored_cell(document: Mapping[str, Any], data_dir: str | None) -> Cell:
     return Cell(spec, Protocol(**protocols.coerce(fields)), data_dir)
 
 
-def replay(path: Path, data_dir: str | None) -> dict[str, Any]:
-    """Re-evaluate a stored run -> {"round", "stored": figures of its last round, "again": the same, measured anew}.
-
-    The global model is the stored one. Personal models are not stored: the state before the last round is played once
-    more, which gives them back to the last digit on the machine type that made them. Nothing in the folder changes.
-    """
+def _stored(path: Path, data_dir: str | None) -> Run:
+    """A stored run with its data, split and initial weights, in no state yet. Nothing in the folder changes."""
     document = records.read_json(path / "protocol.json")
     try:
         cell = stored_cell(document, data_dir)
@@ -434,14 +430,34 @@ def replay(path: Path, data_dir: str | None) -> dict[str, Any]:
         )
     run = Run(ready, path.parent)
     run.folder = records.RunFolder(path)
+    single_threaded()
+    made, run.test = task(ready)
+    run.federation = Federation(ready.method, made)
+    return run
+
+
+def reopened(path: Path, data_dir: str | None) -> tuple[Run, int]:
+    """A stored run as its newest whole state left it, and the rounds that had been played."""
+    run = _stored(path, data_dir)
+    state = next(iter(run.folder.states()), None)
+    if state is None:
+        raise UserError(f"{path} has no whole state")
+    run.restore(state)
+    return run, state.round
+
+
+def replay(path: Path, data_dir: str | None) -> dict[str, Any]:
+    """Re-evaluate a stored run -> {"round", "stored": figures of its last round, "again": the same, measured anew}.
+
+    The global model is the stored one. Personal models are not stored: the state before the last round is played once
+    more, which gives them back to the last digit on the machine type that made them. Nothing in the folder changes.
+    """
+    run = _stored(path, data_dir)
     rows = [r for r in run.folder.rows() if "gm" in r]
     states = {s.round: s for s in run.folder.states()}
     t = rows[-1]["round"] if rows else -1
     if t not in states or t + 1 not in states:
         raise UserError(f"{path} has no whole state of its last evaluated round, so that it cannot be evaluated again")
-    single_threaded()
-    made, run.test = task(ready)
-    run.federation = Federation(ready.method, made)
     run.restore(states[t])
     run.federation.memory = Overlay(run.memory)
     played = run.federation.play(t)

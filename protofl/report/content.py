@@ -65,6 +65,8 @@ class Report:
         try:
             with figures.one_style():
                 drawn = draw(data)
+                drawn.draw_without_rendering()  # the layout is found once, not once a format
+                drawn.set_layout_engine("none")
                 for kind in figures.FORMATS:
                     figures.save(drawn, self.out / "figures" / f"{name}.{kind}")
         except Exception as error:

@@ -64,6 +64,14 @@ class Entry:
         common = min(r.rounds[-1]["round"] for r in self.used)
         return [r for r in run.rounds if r["round"] <= common]
 
+    @functools.cached_property
+    def _reported(self) -> dict[tuple[Path, str], Sequence[Row]]:
+        return {(run.path, rule.name): rule.rows(self.rows(run)) for run in self.used for rule in RULES.values()}
+
+    def reported(self, run: Run, rule: Rule) -> Sequence[Row]:
+        """The rounds that a rule reports of one of the runs in use."""
+        return self._reported[run.path, rule.name]
+
     @property
     def state(self) -> str:
         """What became of the runs, in words."""

@@ -42,6 +42,13 @@ def evaluated(rows: Sequence[Row]) -> list[Row]:
     return [r for r in rows if r["round"] >= 0 and any(value(r, m) is not None for m in METRICS)]
 
 
+def mean(chosen: Sequence[Row], metric: str) -> float | None:
+    """The mean of a metric over chosen rounds; None if one of them lacks it, or there are none."""
+    found = [value(r, metric) for r in chosen]
+    known = [v for v in found if v is not None]
+    return math.fsum(known) / len(known) if known and len(known) == len(found) else None
+
+
 @dataclass(frozen=True)
 class Rule:
     """A way to get one number out of many rounds. `peeks`: whether it looks at test results to choose."""
@@ -58,9 +65,7 @@ class Rule:
 
     def __call__(self, rows: Sequence[Row], metric: str) -> float | None:
         """The mean of a metric over the chosen rounds; None if one of them lacks it."""
-        found = [value(r, metric) for r in self.rows(rows)]
-        known = [v for v in found if v is not None]
-        return math.fsum(known) / len(known) if known and len(known) == len(found) else None
+        return mean(self.rows(rows), metric)
 
     def round(self, rows: Sequence[Row]) -> int | None:
         """The (last) round that is reported."""

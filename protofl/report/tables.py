@@ -14,7 +14,7 @@ from rich.text import Text
 from .blocks import Cell
 from .groups import Entry, Setting, settings
 from .read import Run, number
-from .select import METRICS, RULES, Row, evaluated, last, undefined, value
+from .select import METRICS, RULES, Row, evaluated, last, mean, undefined, value
 
 WEIGHTINGS = ("pm_v", "pm_l", "pm_uniform")
 SPREADS = tuple(f"{m}_{s}" for m in WEIGHTINGS for s in ("std", "worst10"))
@@ -95,8 +95,8 @@ def per_run(made: Sequence[Setting]) -> pd.DataFrame:
                 "status": run.status,
                 "metric": metric,
                 "rule": rule.name,
-                "value": rule(e.rows(run), metric),
-                "round": rule.round(e.rows(run)),
+                "value": mean(rows := e.reported(run, rule), metric),
+                "round": rows[-1]["round"] if rows else None,
             }
             for s in made
             for e in s.entries
@@ -140,14 +140,14 @@ def head(setting: Setting, entry: Entry) -> dict[str, Any]:
 
 def _summary(entry: Entry, metric: str, rule: str, ddof: int) -> dict[str, Any]:
     """Mean and range of a metric over the seeds that have it, and its standard deviation over them or over parties."""
-    pick = RULES[rule]
-    found = [(run, v) for run in entry.used if (v := pick(entry.rows(run), metric)) is not None]
+    chosen = {run.path: entry.reported(run, RULES[rule]) for run in entry.used}
+    found = [(run, v) for run in entry.used if (v := mean(chosen[run.path], metric)) is not None]
     values = [v for _, v in found]
     options = entry.runs[0].options
     by_party = options.get("std_over") == PARTIES and metric in WEIGHTINGS
     if by_party:
         ddof = 1 if options.get("std_ddof") == 1 else 0
-        sds = [_over_parties(pick.rows(entry.rows(run)), metric, ddof) for run, _ in found]
+        sds = [_over_parties(chosen[run.path], metric, ddof) for run, _ in found]
         sd = _mean([v for v in sds if v is not None], len(found))
     else:
         sd = _spread(values, ddof)
@@ -160,8 +160,8 @@ def _summary(entry: Entry, metric: str, rule: str, ddof: int) -> dict[str, Any]:
         "low": min(values, default=None),
         "high": max(values, default=None),
         "seeds": " ".join(str(run.seed) for run, _ in found),
-        "rounds": " ".join(str(pick.round(entry.rows(run))) for run, _ in found),
-        "undefined": not found and any(undefined(r, metric) for run in entry.used for r in pick.rows(entry.rows(run))),
+        "rounds": " ".join(str(chosen[run.path][-1]["round"]) for run, _ in found),
+        "undefined": not found and any(undefined(r, metric) for rows in chosen.values() for r in rows),
     }
 
 
