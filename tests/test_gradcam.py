@@ -22,7 +22,7 @@ from protofl.run import play, prepare
 from protofl.tree import Tree
 
 pytest.importorskip("captum", reason="Grad-CAM needs captum: pip install 'protofl[gradcam]'")
-from protofl import gradcam  # noqa: E402 - after the check that it can be used
+from protofl import gradcam
 
 
 def by_definition(net: nets.Net, w: Tree, x: torch.Tensor, y: torch.Tensor) -> torch.Tensor:
