@@ -21,7 +21,7 @@ from .tree import Tree
 DTYPES = {"fp32": torch.float32, "fp64": torch.float64}
 
 
-ONCE = 2**26
+ONCE = 2**24
 """Values up to which data without augmentation are normalised once instead of batch by batch."""
 
 

@@ -3,6 +3,8 @@
     python benchmarks/speed/run.py floor W1 --data-dir DIR     # local training against the bare loop
     python benchmarks/speed/run.py methods W1-10 --data-dir DIR  # each method's round against FedAvg's
     python benchmarks/speed/run.py engines W3                  # loop against batched
+    python benchmarks/speed/run.py growth                      # 10 to 10,000 clients, 10 of them drawn a round
+    python benchmarks/speed/run.py command                     # four runs on one and two workers; start-up
 
 Every variant is a process of its own; all variants run once, then all again, `--repeat` times. The table goes to standard
 output as Markdown, with the hardware and the versions. Close other programs before you run it.
@@ -17,25 +19,63 @@ import statistics
 import subprocess
 import sys
 from collections.abc import Mapping, Sequence
+from dataclasses import dataclass
 from pathlib import Path
 from typing import Any
 
 HERE = Path(__file__).parent
+WHAT = {
+    "floor": "local training, a round",
+    "methods": "whole round, evaluation apart",
+    "engines": "local training, a round",
+    "growth": "whole round with all that is stored, evaluation apart; 10 clients of 100 samples, 5 epochs, mlp",
+    "command": "the command from outside, digits",
+}
+ROUNDS = {"floor": 2, "methods": 2, "engines": 2, "growth": 20, "command": 10}
 METHODS = ("fedavg", "fedprox", "scaffold", "fednh", "fedproc", "fedcspc", "moon")
 
 
-def variants(kind: str, workload: str) -> dict[str, list[str]]:
-    """What is run, by name; the first is what the others are compared with."""
+GROWING = ("fedavg", "fedproc", "moon", "scaffold")
+CLIENTS = (100, 10, 1000, 10000)
+
+
+@dataclass(frozen=True)
+class Variant:
+    """What is run, and the variant that it is compared with."""
+
+    words: list[str]
+    base: str
+
+
+def variants(kind: str, workload: str) -> dict[str, Variant]:
+    """What is run, by name."""
     if kind == "floor":
-        return {
-            "bare PyTorch, two processes of one thread": ["floor.py", workload, "--processes", "2", "--threads", "1"],
+        base = "bare PyTorch, two processes of one thread"
+        made = {
+            base: ["floor.py", workload, "--processes", "2", "--threads", "1"],
             "bare PyTorch, one process of two threads": ["floor.py", workload, "--processes", "1", "--threads", "2"],
             "protofl, two processes": ["ours.py", workload, "--processes", "2"],
             "protofl, one process": ["ours.py", workload, "--processes", "1"],
         }
-    if kind == "methods":
-        return {name: ["ours.py", workload, "--method", name] for name in METHODS}
-    return {name: ["ours.py", workload, "--engine", name, "--processes", "1"] for name in ("loop", "batched")}
+    elif kind == "methods":
+        base, made = "fedavg", {name: ["ours.py", workload, "--method", name] for name in METHODS}
+    elif kind == "engines":
+        base = "loop"
+        made = {name: ["ours.py", workload, "--engine", name, "--processes", "1"] for name in ("loop", "batched")}
+    elif kind == "growth":
+        return {
+            f"{m}, {n:,} clients": Variant(["growth.py", str(n), "--method", m], f"{m}, {CLIENTS[0]:,} clients")
+            for m in GROWING
+            for n in CLIENTS
+        }
+    else:
+        four = {f"four runs, --workers {n}": ["command.py", "four", "--workers", str(n)] for n in (1, 2)}
+        return {
+            **{name: Variant(words, "four runs, --workers 1") for name, words in four.items()},
+            "to the first round": Variant(["command.py", "start"], "to the first round"),
+            "protofl --help": Variant(["command.py", "help"], "protofl --help"),
+        }
+    return {name: Variant(words, base) for name, words in made.items()}
 
 
 def once(words: Sequence[str], rounds: int, data_dir: str | None) -> Mapping[str, Any]:
@@ -50,35 +90,33 @@ def once(words: Sequence[str], rounds: int, data_dir: str | None) -> Mapping[str
 
 def main() -> None:
     parser = argparse.ArgumentParser(description=__doc__, formatter_class=argparse.RawDescriptionHelpFormatter)
-    parser.add_argument("kind", choices=("floor", "methods", "engines"))
-    parser.add_argument("workload")
+    parser.add_argument("kind", choices=sorted(WHAT))
+    parser.add_argument("workload", nargs="?", default="W3", help="W1, W1-10, W2, W3; for floor, methods, engines")
     parser.add_argument("--repeat", type=int, default=3)
-    parser.add_argument("--rounds", type=int, default=2)
+    parser.add_argument("--rounds", type=int)
     parser.add_argument("--data-dir")
     asked = parser.parse_args()
     asked_for = variants(asked.kind, asked.workload)
-    seconds: dict[str, list[float]] = {name: [] for name in asked_for}
-    samples: dict[str, float] = {}
+    rounds = asked.rounds or ROUNDS[asked.kind]
+    told: dict[str, list[Mapping[str, Any]]] = {name: [] for name in asked_for}
     for _ in range(asked.repeat):
-        for name, words in asked_for.items():
-            told = once(words, asked.rounds, asked.data_dir)
-            seconds[name] += told["round" if asked.kind == "methods" else "seconds"]
-            samples[name] = told["samples"]
-    medians = {name: statistics.median(values) for name, values in seconds.items()}
-    base = medians[next(iter(medians))]
+        for name, variant in asked_for.items():
+            told[name].append(once(variant.words, rounds, asked.data_dir))
+    key = "round" if asked.kind == "methods" else "seconds"
+    seconds = {name: [v for one in many for v in one[key]] for name, many in told.items()}
     import torch
 
-    what = {"floor": "local training", "methods": "whole round, evaluation apart", "engines": "local training"}[
-        asked.kind
-    ]
-    print(f"{asked.workload}, {what}: medians over {asked.repeat} runs of {asked.rounds} rounds; Python "
+    on = f"{asked.workload}, " if asked.kind in ("floor", "methods", "engines") else ""
+    print(f"{on}{WHAT[asked.kind]}: medians over {asked.repeat} runs of {rounds} rounds; Python "
           f"{platform.python_version()}, torch {torch.__version__}, {torch.backends.cpu.get_cpu_capability()}\n")  # fmt: skip
-    print("| variant | seconds a round | lowest | highest | samples/s | ratio |")
-    print("|---|---:|---:|---:|---:|---:|")
-    for name, median in medians.items():
-        values = seconds[name]
-        row = f"| {name} | {median:.3f} | {min(values):.3f} | {max(values):.3f} "
-        print(f"{row}| {samples[name] / median:,.0f} | {median / base:.2f} |")
+    print("| variant | seconds | lowest | highest | samples/s | peak MB | ratio |")
+    print("|---|---:|---:|---:|---:|---:|---:|")
+    for name, values in seconds.items():
+        median, base = statistics.median(values), statistics.median(seconds[asked_for[name].base])
+        speed = told[name][0]["samples"] / median
+        peak = max((one["peak_mb"] for one in told[name] if "peak_mb" in one), default=None)
+        cells = [f"{median:.3f}", f"{min(values):.3f}", f"{max(values):.3f}", f"{speed:,.0f}" if speed else "-"]
+        print(f"| {name} | {' | '.join(cells)} | {'-' if peak is None else f'{peak:,.0f}'} | {median / base:.2f} |")
 
 
 if __name__ == "__main__":
