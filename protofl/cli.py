@@ -260,14 +260,52 @@ def partition_(
 def report_(
     folders: Annotated[list[Path] | None, typer.Argument(help="Results folders or runs; default: results.")] = None,
     to: Annotated[Path, typer.Option("--out", help="Where the report is written.")] = Path("reports/report"),
-) -> None:
-    """Write a report (Markdown, PNG, CSV) over stored runs."""
+    baseline: Annotated[Text, typer.Option(help="Method that others are compared with; default: fedavg, else the first.")] = None,
+    target: Annotated[Text, typer.Option(help="Accuracy (GM, %) whose cost is told; default: the baseline's.")] = None,
+    gradcam: Annotated[
+        Text, typer.Option(help="Test images, as positions with commas, on which Grad-CAM shows where the models look.")
+    ] = None,
+    data_dir: DataDir = None,
+) -> None:  # fmt: skip
+    """Write a report (HTML, Markdown; figures and tables as files) over stored runs."""
     from .report import read, report, tables
 
     stored = read.runs(folders or [Path("results")])
-    page = report(stored, to, title="protofl report", command=_command())
+    goal = _percent(target)
+    methods = {run.method for run in stored} | {run.name for run in stored}
+    if baseline is not None and baseline not in methods:
+        raise UserError(
+            f"--baseline {baseline!r}: there is no run of it; there are {', '.join(sorted(filter(None, methods)))}"
+        )
+    if gradcam is not None:
+        _look(stored, gradcam, data_dir)
+    page = report(stored, to, title="protofl report", command=_command(), baseline=baseline, target=goal)
     out.print(tables.terminal(stored))
     out.print(f"report: {page}", highlight=False, soft_wrap=True)
+
+
+def _percent(text: str | None) -> float | None:
+    try:
+        share = None if text is None else float(text) / 100
+    except ValueError:
+        share = -1.0
+    if share is not None and not 0 < share <= 1:
+        raise UserError(f"--target {text!r}: a percentage above 0, at most 100")
+    return share
+
+
+def _look(stored: Any, images: str, data_dir: str | None) -> None:
+    """Make Grad-CAM for the finished runs; say of each method why there is none."""
+    parts = [part.strip() for part in images.split(",")]
+    if not all(part.isascii() and part.isdigit() for part in parts):
+        raise UserError(f"--gradcam {images!r}: positions of test images, such as 0,17")
+    from . import gradcam
+
+    finished = [run for run in stored if run.status == "finished"]
+    told = {run.name: gradcam.store(run.path, list(map(int, parts)), data_dir) for run in finished}
+    for name, reason in told.items():
+        if reason:
+            typer.echo(f"no Grad-CAM for {name}: {reason}", err=True)
 
 
 @app.command("eval")

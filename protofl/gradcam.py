@@ -56,7 +56,8 @@ def maps(model: Model, net: Net, x: Tensor, y: Tensor) -> tuple[Tensor, Tensor]:
         first = next(iter(out.values())) if isinstance(out, dict) else out
         if first is None:
             raise UserError("the scores of this model are not defined")
-        return first
+        made: Tensor = first
+        return made
 
     with LastConvolution() as counted, torch.no_grad():
         predicted = scores(x).argmax(1)

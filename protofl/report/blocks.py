@@ -38,6 +38,10 @@ class Cell:
     link: str = ""
 
 
+WORDS = {"status", "remark", "options", "paper", "table", "settings that differ", "not stated"}
+"""Columns that hold words wherever they stand."""
+
+
 @dataclass(frozen=True)
 class Table:
     """A table. name: of its files; left: how many columns, from the first, hold words; notes: Markdown."""
@@ -51,7 +55,7 @@ class Table:
 
     def aligned_left(self, i: int) -> bool:
         """Whether a column holds words."""
-        return i < self.left or self.heads[i] in ("status", "remark")
+        return i < self.left or self.heads[i] in WORDS
 
 
 @dataclass(frozen=True)

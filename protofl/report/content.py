@@ -33,6 +33,8 @@ class Report:
 
     runs: Sequence[Run]
     out: Path
+    baseline: str | None = None
+    target: float | None = None
     settings: list[Setting] = field(init=False)
     data: dict[str, pd.DataFrame] = field(init=False)
 

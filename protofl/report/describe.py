@@ -179,6 +179,19 @@ def _changed(s: Setting) -> str:
 
 def _checks(s: Setting) -> str:
     """Whether what must be the same for all methods of a seed is the same."""
+    good = [name for name, verdict in _verdicts(s).items() if verdict is True]
+    parts = [f"the same for all methods of a seed: {', '.join(good)}"] if good else []
+    bad = unlike(s)
+    return "; ".join([*parts, *([f"**not the same for all methods of a seed: {', '.join(bad)}**"] if bad else [])])
+
+
+def unlike(s: Setting) -> list[str]:
+    """What should be the same for all methods of a seed and is not."""
+    return [name for name, verdict in _verdicts(s).items() if verdict is False]
+
+
+def _verdicts(s: Setting) -> dict[str, bool | None]:
+    """By what must be the same: whether it is, None if nothing can be compared."""
 
     def shares(run: Run) -> bool:
         """Whether the method draws clients as the table does."""
@@ -191,11 +204,7 @@ def _checks(s: Setting) -> str:
             row["round"]: row.get("clients") for row in r.rounds if row["round"] >= 0 and shares(r)
         },
     }
-    found = {name: _agree(s, read, weights=name.startswith("initial")) for name, read in checks.items()}
-    good = [name for name, verdict in found.items() if verdict is True]
-    bad = [name for name, verdict in found.items() if verdict is False]
-    parts = [f"the same for all methods of a seed: {', '.join(good)}"] if good else []
-    return "; ".join([*parts, *([f"**not the same for all methods of a seed: {', '.join(bad)}**"] if bad else [])])
+    return {name: _agree(s, read, weights=name.startswith("initial")) for name, read in checks.items()}
 
 
 def _agree(s: Setting, read: Callable[[Run], Any], weights: bool) -> bool | None:

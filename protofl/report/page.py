@@ -7,7 +7,7 @@ from collections.abc import Iterable
 from pathlib import Path
 
 from ..errors import UserError
-from . import describe, html, markdown, pictures, sections, tables
+from . import comparison, describe, html, looks, markdown, papers, pictures, sections, summary, tables
 from .blocks import Block, Cell, Code, Heading, Table, Text
 from .content import DATA, Report
 from .groups import Setting
@@ -17,17 +17,22 @@ from .read import runs as read_runs
 Given = Run | Path | str
 
 
-def report(runs: Given | Iterable[Given], out: Path | str, *, title: str, command: str | None = None) -> Path:
+def report(
+    runs: Given | Iterable[Given], out: Path | str, *, title: str, command: str | None = None,
+    baseline: str | None = None, target: float | None = None,
+) -> Path:  # fmt: skip
     """Write `out`/README.md and index.html with their figures, tables and data, and return the latter's path.
 
-    `runs`: runs, or folders with runs (one, or a sequence of them). `command`: the command line to be quoted.
+    `runs`: runs, or folders with runs (one, or a sequence of them). `command`: the command line to be quoted. `baseline`:
+    the method that others are compared with (default: FedAvg, else the first); `target`: a GM, as a share of 1, whose cost
+    is told (default: the baseline's).
     The same records give the same bytes.
     """
     found = _runs(runs)
     out = Path(out)
     try:
         out.mkdir(parents=True, exist_ok=True)
-        blocks = _blocks(Report(found, out), title, command)
+        blocks = _blocks(Report(found, out, baseline, target), title, command)
         (out / "README.md").write_text(markdown.write(blocks), "utf-8", newline="\n")
         page = out / "index.html"
         page.write_text(html.write(blocks, out, command), "utf-8", newline="\n")
@@ -47,7 +52,8 @@ def _runs(given: Given | Iterable[Given]) -> list[Run]:
 
 
 def _blocks(made: Report, title: str, command: str | None) -> list[Block]:
-    parts: list[Block] = [Heading(title, 1), *_opening(made, command)]
+    parts: list[Block] = [Heading(title, 1), *summary.summary(made), *_opening(made, command)]
+    parts += comparison.ranks(made)
     for s in made.settings:
         parts += _setting(made, s)
     files = "\n".join(f"* [{name}](data/{name}): {what}" for name, what in DATA.items())
@@ -83,11 +89,15 @@ def _setting(made: Report, s: Setting) -> list[Block]:
         *sections.personal(made, s),
         *sections.readings(made, s),
         *sections.personal_readings(made, s),
+        *comparison.differences(made, s, made.baseline),
+        *papers.against_papers(made, s),
+        *comparison.target(made, s, made.target, made.baseline),
         *sections.cost(made, s),
         *pictures.cost(made, s),
         *pictures.curves(made, s),
         *pictures.split(made, s),
         *pictures.prototypes(made, s),
+        *looks.gradcam(made, s),
     ]
 
 
