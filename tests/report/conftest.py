@@ -227,6 +227,12 @@ def write(tmp_path: Path) -> Write:
     return made
 
 
+@pytest.fixture(scope="session")
+def writers() -> tuple[Callable[..., Path], Callable[..., Path]]:
+    """`write_study` and `write_run`, for what is made once for several tests."""
+    return write_study, write_run
+
+
 @pytest.fixture
 def study(tmp_path: Path) -> Path:
     """Six methods x three seeds."""
