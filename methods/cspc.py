@@ -13,7 +13,7 @@ from __future__ import annotations
 
 import dataclasses
 import functools
-from collections.abc import Callable
+from collections.abc import Callable, Mapping
 from dataclasses import dataclass
 from typing import TYPE_CHECKING, ClassVar
 
@@ -102,8 +102,8 @@ NORMS: dict[str, Fuse] = {"softmax": _softmax, "code_raw": _raw, "l2": _l2, "min
 @dataclass(frozen=True)
 class CSPC(Plugin):
     """shared: + u_g Rows U [K, d]. upload: + u [N_i, d], label [N_i] (per_sample: + owned [K_i], the client's
-    samples of the classes in label). private: exemplars Rows e [K, q] (latest_all: latest, the sets by client id;
-    previous_calibrated: head, the last (H, F)).
+    samples of the classes in label). private: exemplars Rows e [K, q]; averaged, (H, F) before the calibration, which
+    is stored for pictures alone (latest_all: latest, the sets by client id; previous_calibrated: head, the last (H, F)).
     """
 
     cost: ClassVar[float] = 3.5
@@ -343,13 +343,15 @@ class CSPC(Plugin):
             sets = private.get("latest", Tree()) | sets
             kept = kept | Tree(latest=sets)
         pool = pooled(sets)
-        head = self.calibrate(server, self.head_start(server.task.net, changed.net, private), pool)
+        net = server.task.net
+        averaged = changed.net.only(f"({net.projection}|{net.head})")
+        head = self.calibrate(server, self.head_start(averaged, private), pool)
         if self.calib_init == "previous_calibrated":
             kept = kept | Tree(head=head)
-        net = changed.net | head
+        calibrated = changed.net | head
         u_g = calibration.class_table(pool.u, pool.label, self.importance(pool), shared.u_g)
-        exemplars = self.exemplars(server.task.net, net, pool, private.exemplars)
-        return changed | Tree(net=net, u_g=u_g), kept | Tree(exemplars=exemplars)
+        exemplars = self.exemplars(net, calibrated, pool, private.exemplars)
+        return changed | Tree(net=calibrated, u_g=u_g), kept | Tree(exemplars=exemplars, averaged=averaged)
 
     def importance(self, pool: Tree) -> Tensor:
         """[N] weight of every pooled prototype in U."""
@@ -359,11 +361,11 @@ class CSPC(Plugin):
         weight: Tensor = (pool.owned if self.ug_weighting == "per_sample" else 1) / alike
         return weight
 
-    def head_start(self, net: Net, averaged: Tree, private: Tree) -> Tree:
-        """(H, F) that the calibration starts from."""
+    def head_start(self, averaged: Tree, private: Tree) -> Tree:
+        """(H, F) that the calibration starts from; averaged: those of the clients' average."""
         if self.calib_init == "previous_calibrated" and "head" in private:
             return private.head  # type: ignore[no-any-return]
-        return averaged.only(f"({net.projection}|{net.head})")
+        return averaged
 
     def calibrate(self, server: Server, head: Tree, pool: Tree) -> Tree:
         """(H, F) after `calib_epochs` on the pool. A rate that blows up is halved, with the same draws."""
@@ -462,6 +464,11 @@ class CSPC(Plugin):
         """Without any exemplar there is nothing to fuse."""
         o = net(tree.net, x)
         return {"fused": o.softmax(-1), "network": o, "exemplar": None}
+
+    def stages(self, shared: Tree, private: Tree) -> Mapping[str, Tree]:
+        """The network as averaged, before the calibration."""
+        mine = {"averaged": private.averaged} if "averaged" in private else {}
+        return {**super().stages(shared, private), **mine}
 
     def prototypes(self, shared: Tree, private: Tree) -> Rows | None:
         return shared.u_g  # type: ignore[no-any-return]

@@ -420,6 +420,11 @@ class Method:
         """
         raise NotImplementedError
 
+    def stages(self, shared: Tree, private: Tree) -> Mapping[str, Tree]:
+        """Tensors of the global model's network as they were at an earlier stage of the server's part of the round, by
+        the name of the stage (an identifier): networks whose features are stored beside the global one's."""
+        return {}
+
     def prototypes(self, shared: Tree, private: Tree) -> Rows | None:
         """Global class prototypes [K, d], for the record."""
         return None

@@ -124,7 +124,9 @@ class Protocol:
     engine: str = choice("auto", "loop", "batched", why="a fixed rule of network and device", source="project")
     crew: int = number(16, low=1, why="clients per batched call; its size moves last bits", source="project")
     device: str = value("cpu", why="cpu, cuda or cuda:N", source="project")
-    # what a table reports; moves no number of a run
+    # what is stored and what a table reports; moves no number of a run
+    features: int = number(300, 0, low=0, why="test samples, and samples of each of two clients, whose features are stored "
+                           "with the prototypes; 0: none", source="project", digest=False)  # fmt: skip
     report: str = choice("last", "best", "mean_last_5", why="fixed round budget", source="protocol 5.5", digest=False)
     std_over: str = choice("seeds", why="what the +- is over", source="protocol 5.4", digest=False)
     std_ddof: int = choice(1, 0, why="sample standard deviation", source="protocol 5.4", digest=False)

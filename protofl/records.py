@@ -6,6 +6,7 @@ results/<group>/<digest>/
   rounds.jsonl    one row per round, flushed
   summary.json    status and how far
   prototypes/     round-NNNNN.npz of chosen rounds
+  features/       round-NNNNN.npz of the same rounds (features.py)
   state/          round-NNNNN-<sum>.safetensors, the last two; clients/ has the memories of idle clients
   done            exists when the run is finished
 
@@ -250,9 +251,9 @@ class RunFolder:
         """Mark the run as finished."""
         write_bytes(self.path / "done", b"")
 
-    def save_prototypes(self, t: int, arrays: Mapping[str, np.ndarray]) -> None:
-        """Prototypes of round t, as npz without pickles."""
-        folder = self.path / "prototypes"
+    def save_arrays(self, kind: str, t: int, arrays: Mapping[str, np.ndarray]) -> None:
+        """Arrays of round t in the folder `kind`, as npz without pickles."""
+        folder = self.path / kind
         folder.mkdir(exist_ok=True)
         with tempfile.NamedTemporaryFile(dir=folder, suffix=".tmp", delete=False) as file:
             np.savez(file, **dict(arrays))  # type: ignore[arg-type]

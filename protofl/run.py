@@ -15,7 +15,7 @@ import numpy as np
 import torch
 from threadpoolctl import threadpool_limits
 
-from . import nets, records, registry
+from . import features, nets, records, registry
 from . import protocol as protocols
 from .cells import Cell
 from .clients import DictMemory, Memory
@@ -35,7 +35,7 @@ from .pool import Pool
 from .protocol import NUMBERS, Protocol
 from .tree import Tree, tensors
 
-UNDIGESTED = ("partition_file", "report", "std_over", "std_ddof")
+UNDIGESTED = ("partition_file", "features", "report", "std_over", "std_ddof")
 """Fields that are recorded but move no number: a split is known by its content."""
 
 Event = Callable[[Mapping[str, Any]], None]
@@ -301,8 +301,11 @@ class Run:
             row |= self.evaluate(played)
         row["seconds"] = {**row["seconds"], "evaluate": time.perf_counter() - began}
         row["memory_mb"] = records.peak_memory_mb()
-        if t in prototype_rounds(p):
+        pictured = prototype_rounds(p)
+        if t in pictured:
             self._save_prototypes(t, played)
+        if t in (min(pictured), max(pictured)):
+            self._save_features(t, played)
         return row
 
     def evaluate(self, played: Round) -> dict[str, Any]:
@@ -366,7 +369,11 @@ class Run:
             arrays["client_labels"] = torch.cat([r[1] for _, r in mine]).cpu().numpy()
             arrays["client_ids"] = np.concatenate([np.full(len(r[1]), i) for i, r in mine])
         if arrays:
-            self.folder.save_prototypes(t, arrays)
+            self.folder.save_arrays("prototypes", t, arrays)
+
+    def _save_features(self, t: int, played: Round) -> None:
+        if arrays := features.collect(self.federation, played, self.test):
+            self.folder.save_arrays("features", t, arrays)
 
 
 def _on(tree: Tree, device: torch.device) -> Tree:

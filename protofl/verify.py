@@ -324,6 +324,7 @@ def questions(trial: Trial, played: Round) -> dict[str, Callable[[], Any]]:
     return {
         "global_model or personal_model": trial.scores,
         "refresh": lambda: list(trial.refreshed()) if trial.personalised else [],
+        "stages": lambda: method.stages(trial.shared, trial.private),
         "prototypes": lambda: method.prototypes(trial.shared, trial.private),
         "client_prototypes": lambda: [method.client_prototypes(u) for u in played.uploads],
     }

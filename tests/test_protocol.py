@@ -193,7 +193,7 @@ def test_every_field_that_can_change_a_number_changes_the_digest() -> None:
         )  # fmt: skip
         changed = plain.replace(**{name: value})
         same = digest(changed.document()) == digest(plain.document())
-        assert same == (name in ("report", "std_ddof")), name
+        assert same == (name in ("features", "report", "std_ddof")), name
 
 
 def test_beta_moves_no_digest_where_nothing_is_dirichlet() -> None:
