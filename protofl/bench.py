@@ -77,8 +77,17 @@ def setting(planned: Sequence[Planned]) -> str:
     return (
         f"{ready.data.name}: preset {ready.cell.method.preset}, {ready.net.name}, {p.clients} clients, "
         f"participation {p.participation:g}, {p.partition}, {p.rounds} rounds of {p.local_epochs} local epochs, "
-        f"batch {p.batch_size}, lr {p.client_lr:g}; measured: {', '.join(p.metrics)}"
+        f"batch {p.batch_size}, lr {p.client_lr:g}; measured: {', '.join(p.metrics)}{_varied(planned)}"
     )
+
+
+def _varied(planned: Sequence[Planned]) -> str:
+    """What differs between the cells of a grid."""
+    values: dict[str, dict[str, None]] = {}
+    for p in planned:
+        for name, value in p.ready.cell.swept:
+            values.setdefault(name, {})[value] = None
+    return "".join(f"; {name}: {', '.join(each)}" for name, each in values.items())
 
 
 def priced(planned: Sequence[Planned], count: int) -> Table:

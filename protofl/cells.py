@@ -15,10 +15,13 @@ class Cell:
     method: registry.Spec
     protocol: Protocol
     data_dir: str | None = None
+    swept: tuple[tuple[str, str], ...] = ()
+    """What tells it from the other cells of a grid beside method, beta and seed, in words."""
 
     @property
     def label(self) -> str:
-        """method, beta and seed in words."""
+        """method, beta, what is swept and seed in words."""
         p = self.protocol
         split = f"beta {p.beta:g}" if p.dirichlet else p.partition
-        return f"{registry.label(self.method.name)} {split} seed {p.seed}"
+        swept = "".join(f" {name} {value}" for name, value in self.swept)
+        return f"{registry.label(self.method.name)} {split}{swept} seed {p.seed}"

@@ -2,8 +2,10 @@
 
 from __future__ import annotations
 
+import inspect
 import os
 import sys
+from collections.abc import Callable, Sequence
 from pathlib import Path
 from typing import Annotated, Any, Optional
 
@@ -11,7 +13,8 @@ import typer
 from rich.console import Console
 
 from . import __version__
-from .errors import UserError
+from .errors import UserError, nearest
+from .sweeps import SWEEPS, Sweep
 
 app = typer.Typer(
     name="protofl", no_args_is_help=True, add_completion=False, pretty_exceptions_enable=False, rich_markup_mode="rich",
@@ -102,19 +105,62 @@ def bench(
 
     Re-running a command reuses finished runs and resumes begun ones.
     """
+    _table(locals())
+
+
+def options_of(other: Callable[..., None]) -> Callable[[Callable[..., None]], Callable[..., None]]:
+    """The decorated command has the options of another behind its own."""
+
+    def decorate(command: Callable[..., None]) -> Callable[..., None]:
+        own = [p for p in inspect.signature(command, eval_str=True).parameters.values() if p.kind != p.VAR_KEYWORD]
+        parameters = [*own, *inspect.signature(other, eval_str=True).parameters.values()]
+        command.__signature__ = inspect.Signature(parameters)  # type: ignore[attr-defined]
+        command.__annotations__ = {p.name: p.annotation for p in parameters}
+        return command
+
+    return decorate
+
+
+SWEEP_HELP = """Run a table at every point of a grid; show what accuracy does over what was varied.
+
+The grid: a named sweep, any --over, or both. """ + "\n\n".join(
+    ["Sweeps by name:", *(f"[bold]{name}[/bold]: {one.what}; {one.shown}" for name, one in SWEEPS.items())]
+)
+
+
+@app.command(help=SWEEP_HELP)
+@options_of(bench)
+def sweep(
+    name: Annotated[Text, typer.Argument(help="A sweep by name, see above.", show_default=False)] = None,
+    over: Annotated[
+        Optional[list[str]],  # noqa: UP045
+        typer.Option("--over", help="key=a,b or method.option=a,b: values to vary, in place of the named sweep's or beside "
+                                    "them; repeatable, every combination is run.")
+    ] = None,
+    **given: Any,
+) -> None:  # fmt: skip
+    """Run a table at every point of a grid."""
+    if name is None and not over:
+        raise UserError(f"sweep what? a name ({', '.join(SWEEPS)}), or --over key=a,b")
+    if name is not None and name not in SWEEPS:
+        raise UserError(f"there is no sweep {name!r}{nearest(name, SWEEPS)}; there are {', '.join(SWEEPS)}")
+    _table(given, SWEEPS[name] if name else None, over or [])
+
+
+def _table(given: dict[str, Any], named: Sweep | None = None, over: Sequence[str] = ()) -> None:
+    """What `bench` and `sweep` do with their options."""
     from . import inputs
     from .experiment import Settings, cells, read_suite
 
+    apart = ("set_", "suite", "workers", "results", "report", "reports", "dry_run")
+    set_, suite, workers, results, report, reports, dry_run = (given.pop(key) for key in apart)
     settings = Settings()
+    if named is not None and named.methods:
+        settings.take("methods", named.methods, "sweep")
     if suite is not None:
         read_suite(Path(suite), settings)
-    given = dict(
-        methods=methods, dataset=dataset, data_dir=data_dir, beta=beta, partition=partition, partition_seed=partition_seed,
-        partition_file=partition_file, clients=clients, participation=participation, rounds=rounds,
-        local_epochs=local_epochs, batch_size=batch_size, lr=lr, net=net, seeds=seeds, preset=preset,
-        eval_every=eval_every, device=device,
-    )  # fmt: skip
     _take(settings, given, set_)
+    settings.take_grid(over, named.over if named else {})
     asked = cells(settings)
     inputs.check(asked)
     count = _workers(workers)

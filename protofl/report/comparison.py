@@ -6,31 +6,49 @@ import statistics
 from collections.abc import Mapping, Sequence
 from typing import NamedTuple
 
-from . import stats, tables
+from . import describe, stats, tables
 from .blocks import Block, Cell, Heading, Table
 from .content import Report
 from .groups import Entry, Setting
 from .markdown import escape
 from .read import Run
-from .sections import missing, number_cell
-from .select import Row, mean, value
+from .sections import number_cell
+from .select import Row, Rule, last, mean, undefined, value
 from .tables import MISSING, UNDEFINED
 
 METRICS = {"gm": "GM", "pm_v": "PM(V)"}
+OTHER = "other clients"
+
+SAME = 1e-9
+"""Shares nearer than this are equal: the mean of equal numbers may differ from them in its last bit."""
 
 
 def baseline(s: Setting, wanted: str | None) -> Entry:
-    """What the others are compared with: the method asked for, else FedAvg, else the first."""
-    names = [wanted] if wanted else ["fedavg"]
-    return next((e for e in s.entries if e.method in names or e.label in names), s.entries[0])
+    """What the others are compared with: the method asked for (id or label), else FedAvg, else the first."""
+    for name in (wanted, "fedavg"):
+        for e in s.entries:
+            if name in (e.method, e.label):
+                return e
+    return s.entries[0]
 
 
-def by_seed(s: Setting, entry: Entry, metric: str) -> dict[int, float]:
-    """The headline of every finished run, by seed."""
+def rule(s: Setting, metric: str) -> Rule:
+    """The rule by which a metric is compared: the headline for GM, the last round for PM, as in their tables."""
+    return s.headline if metric == "gm" else last
+
+
+def by_seed(entry: Entry, metric: str, chosen: Rule) -> dict[int, float]:
+    """What a rule reports of every finished run, as a share of 1, by seed."""
     if not entry.finished:
         return {}
-    found = {run.seed: mean(entry.reported(run, s.headline), metric) for run in entry.used}
+    found = {run.seed: mean(entry.reported(run, chosen), metric) for run in entry.used}
     return {seed: v for seed, v in found.items() if v is not None}
+
+
+def lacking(entry: Entry, metric: str) -> str:
+    """Why a method has no number, by its records: the metric means nothing for it, or was not measured."""
+    told = any(undefined(row, metric) for run in entry.used for row in entry.rows(run))
+    return UNDEFINED if told else MISSING
 
 
 # ---- differences ------------------------------------------------------------------------------------------
@@ -41,23 +59,37 @@ def differences(made: Report, s: Setting, wanted: str | None = None) -> list[Blo
     base = baseline(s, wanted)
     blocks: list[Block] = []
     for metric, word in METRICS.items():
-        reference = by_seed(s, base, metric)
-        found = {e.label: _pairs(by_seed(s, e, metric), reference) for e in s.entries if e is not base}
-        tested = {label: d for label, d in found.items() if d is not None}
-        if not tested:
+        found = {e.label: _compared(s, e, base, metric) for e in s.entries if e is not base}
+        pairs = {label: d for label, d in found.items() if isinstance(d, stats.Paired)}
+        if not pairs:
             continue
-        corrected = _corrected(tested)
-        rows = [_difference(e.label, found[e.label], corrected) for e in s.entries if e is not base]
+        corrected = _corrected(pairs)
+        rows = [_difference(label, d, corrected) for label, d in found.items()]
         heads = ["method", "difference", "95 % interval", "p", "p corrected", "same sign", "n"]
         title = f"{word}: difference to {base.label}"
         name = made.name(f"differences-{metric.replace('_', '-')}", s)
-        blocks.append(made.table(Table(name, title, heads, rows, _notes(base, tested, rows))))
+        notes = _notes(base, rule(s, metric), pairs, rows)
+        blocks.append(made.table(Table(name, title, heads, rows, notes)))
     return [Heading("Differences between methods", 3), *blocks] if blocks else []
 
 
-def _pairs(mine: Mapping[int, float], theirs: Mapping[int, float]) -> stats.Paired | None:
+def _compared(s: Setting, entry: Entry, base: Entry, metric: str) -> stats.Paired | str:
+    """The differences of a method to the baseline, or why there are none."""
+    mine, theirs = (by_seed(e, metric, rule(s, metric)) for e in (entry, base))
     seeds = sorted(mine.keys() & theirs.keys())
-    return stats.paired([mine[k] for k in seeds], [theirs[k] for k in seeds]) if seeds else None
+    if not mine:
+        return lacking(entry, metric) if entry.finished else "not finished"
+    if not seeds:
+        return "no common seed"
+    if metric != "gm" and _over_others(entry, base):
+        return OTHER
+    return stats.paired([mine[k] for k in seeds], [theirs[k] for k in seeds])
+
+
+def _over_others(a: Entry, b: Entry) -> bool:
+    """Whether PM is over other clients; where all are drawn, the active ones are all."""
+    mine, theirs = describe.population(a), describe.population(b)
+    return mine[0] != theirs[0] and mine[1] != theirs[1]
 
 
 def _corrected(found: Mapping[str, stats.Paired]) -> dict[str, float]:
@@ -65,44 +97,39 @@ def _corrected(found: Mapping[str, stats.Paired]) -> dict[str, float]:
     return dict(zip(tested, stats.holm(list(tested.values()))))
 
 
-def _difference(label: str, d: stats.Paired | None, corrected: Mapping[str, float]) -> list[Cell]:
-    if d is None:
-        return [Cell(label), *[Cell(MISSING)] * 5, Cell("0", 0)]
+def _difference(label: str, d: stats.Paired | str, corrected: Mapping[str, float]) -> list[Cell]:
+    if isinstance(d, str):
+        return [Cell(label), Cell(d), *[Cell(MISSING)] * 4, Cell("0", 0)]
     shown = f"{100 * d.mean:+.2f}" + ("" if d.sd is None else f" ± {100 * d.sd:.2f}")
     if d.low is None or d.high is None or d.p is None:
-        tests = [Cell(f"no test: n < {stats.FEWEST}")] + [Cell(MISSING)] * 2
+        tests = [Cell(f"no test: n < {stats.FEWEST}"), Cell(MISSING), Cell(MISSING)]
     else:
         interval = Cell(f"{100 * d.low:+.2f} to {100 * d.high:+.2f}", d.low)
         tests = [interval, _p(d.p), _p(corrected[label])]
-    return [
-        Cell(label),
-        Cell(shown, d.mean),
-        *tests,
-        Cell(f"{d.same_sign} of {d.n}", d.same_sign / d.n),
-        Cell(str(d.n), d.n),
-    ]
+    same = Cell(f"{d.same_sign} of {d.n}", d.same_sign / d.n)
+    return [Cell(label), Cell(shown, d.mean), *tests, same, Cell(str(d.n), d.n)]
 
 
 def _p(p: float) -> Cell:
     return Cell("< 0.0001" if p < 1e-4 else f"{p:.4f}", p)
 
 
-def _notes(base: Entry, tested: Mapping[str, stats.Paired], rows: Sequence[Sequence[Cell]]) -> str:
-    several = any(d.n > 1 for d in tested.values())
-    test = (
-        "p: two-sided paired t-test; corrected by Holm's method for all methods of this table."
-        if any(d.p is not None for d in tested.values())
-        else f"With fewer than {stats.FEWEST} seeds no test is possible."
-    )
+def _notes(base: Entry, chosen: Rule, pairs: Mapping[str, stats.Paired], rows: Sequence[Sequence[Cell]]) -> str:
+    words = {cell.text for row in rows for cell in row}
+    tested = sum(d.p is not None for d in pairs.values())
+    fixed = base.runs[0].protocol.get("partition_seed") != "run"
     parts = [
-        f"Percentage points, headline of finished runs, method minus {escape(base.label)}; a pair is a seed, which shares "
-        "split, initial weights, draws and batches.",
-        "±: sd of the differences over seeds, n-1." if several else "",
-        test,
-        "What another split would change is not in it: the split is the same for all seeds."
-        if base.runs[0].protocol.get("partition_seed") != "run"
-        else "",
-        missing(rows),
+        f"Percentage points, {chosen.label} of finished runs, method minus {escape(base.label)}; a pair is a seed, which "
+        "shares the split and the streams of initial weights, client draws and batches.",
+        "±: sd of the differences over seeds, n-1." if any(d.n > 1 for d in pairs.values()) else "",
+        f"p: two-sided paired t-test; corrected by Holm's method for the {tested} tested methods of this table; the interval "
+        "is the test's, not corrected."
+        if tested
+        else f"With fewer than {stats.FEWEST} seeds no test is made.",
+        "*Same sign*: seeds whose difference has the sign of the mean.",
+        "What another split would change is not in it: the split is the same for all seeds." if fixed else "",
+        f"*{OTHER}*: PM over other clients than the baseline's is not compared." if OTHER in words else "",
+        f"`{MISSING}`: no test, or not measured." if MISSING in words else "",
     ]
     return " ".join(filter(None, parts))
 
@@ -111,44 +138,49 @@ def _notes(base: Entry, tested: Mapping[str, stats.Paired], rows: Sequence[Seque
 
 
 def ranks(made: Report) -> list[Block]:
-    """The rank of every method in every setting by the mean headline GM, and its mean rank."""
-    labels = list(dict.fromkeys(e.label for s in made.settings for e in s.entries))
-    means = {(s.number, e.label): by_seed(s, e, "gm") for s in made.settings for e in s.entries}
-    full = [s for s in made.settings if all(means.get((s.number, label)) for label in labels)]
-    ranked = [label for label in labels if any(means.get((s.number, label)) for s in made.settings)]
-    if len(ranked) < 2:
-        return []
+    """The rank of every method in every setting by the mean headline GM, and its mean rank; nothing for one method."""
+    seeds = {(s.number, e.label): by_seed(e, "gm", s.headline) for s in made.settings for e in s.entries}
+    labels = list(dict.fromkeys(label for (_, label), known in seeds.items() if known))
     by_setting = {
-        s.number: _ranked({k: statistics.fmean(v.values()) for k in labels if (v := means.get((s.number, k)))})
+        s.number: _ranked({k: statistics.fmean(v.values()) for k in labels if (v := seeds.get((s.number, k)))})
         for s in made.settings
     }
-    pairs = [_ranked({k: means[s.number, k][seed] for k in labels})
-             for s in full for seed in _common([means[s.number, k] for k in labels])]  # fmt: skip
-    heads = ["method", *(f"setting {s.number}" if len(made.settings) > 1 else "rank" for s in made.settings)]
-    heads += [*(["mean over settings"] if len(full) > 1 else []), *(["mean over seeds"] if pairs else [])]
-    rows = []
-    for label in ranked:
-        row = [Cell(label), *(_rank(by_setting[s.number].get(label)) for s in made.settings)]
-        if len(full) > 1:
-            row.append(number_cell(statistics.fmean(by_setting[s.number][label] for s in full), 2))
-        if pairs:
-            row.append(number_cell(statistics.fmean(one[label] for one in pairs), 2))
-        rows.append(row)
+    labels = [k for k in labels if any(k in ranked for ranked in by_setting.values())]
+    if not labels:
+        return []
+    full = [n for n, ranked in by_setting.items() if len(ranked) == len(labels)]
+    pairs = [
+        _ranked({k: seeds[n, k][seed] for k in labels})
+        for n in full
+        for seed in sorted(set.intersection(*(set(seeds[n, k]) for k in labels)))
+    ]
+    means = {"mean over settings": [by_setting[n] for n in full], "mean over seeds": pairs}
+    means = {head: many for head, many in means.items() if len(many) > 1}
+    heads = ["method", *(f"setting {n}" if len(by_setting) > 1 else "rank" for n in by_setting), *means]
+    rows = [
+        [
+            Cell(label),
+            *(_rank(ranked.get(label)) for ranked in by_setting.values()),
+            *(number_cell(statistics.fmean(one[label] for one in many), 2) for many in means.values()),
+        ]
+        for label in labels
+    ]
+    over = {
+        "mean over settings": f"settings in which all methods have a number ({len(full)})",
+        "mean over seeds": f"pairs of setting and seed in which all have one ({len(pairs)})",
+    }
     notes = [
-        "1: highest GM of the headline; equal ones share a rank; finished runs alone.",
-        f"Means over the settings ({len(full)}) and the pairs of setting and seed ({len(pairs)}) in which all methods have a "
-        "figure." if pairs else "",
-        missing(rows),
+        f"1: highest mean GM, {' / '.join(dict.fromkeys(s.headline.label for s in made.settings))}; equal ones share the mean "
+        "of their ranks; finished runs alone.",
+        f"Means over the {' and the '.join(over[head] for head in means)}." if means else "",
+        f"`{MISSING}`: no number of a finished run to be ranked." if any(c.text == MISSING for r in rows for c in r) else "",
     ]  # fmt: skip
     return [made.table(Table("ranks", "Ranks", heads, rows, " ".join(filter(None, notes))))]
 
 
 def _ranked(values: Mapping[str, float]) -> dict[str, float]:
-    return dict(zip(values, stats.ranks(list(values.values()))))
-
-
-def _common(found: Sequence[Mapping[int, float]]) -> list[int]:
-    return sorted(set.intersection(*(set(one) for one in found)))
+    """The ranks of two or more."""
+    return dict(zip(values, stats.ranks([round(v, 9) for v in values.values()]))) if len(values) > 1 else {}
 
 
 def _rank(rank: float | None) -> Cell:
@@ -167,60 +199,71 @@ class Reached(NamedTuple):
 
 
 def reached(entry: Entry, run: Run, target: float) -> Reached | None:
-    """The first evaluated round with a GM of the target or more; None: never."""
-    so_far = []
+    """The first evaluated round with a GM of the target (a share of 1) or more, and the spending until then; None: never."""
+    spent: list[Row] = []
     for row in entry.rows(run):
-        so_far.append(row)
+        spent.append(row)
+        if isinstance(final := row.get("final"), dict):
+            spent.append(final)  # the exchange after the last round comes before its evaluation
         gm = value(row, "gm") if row["round"] >= 0 else None
-        if gm is not None and gm >= target:
-            names = ("bytes_down", "bytes_up", "bytes_once")
-            moved = [v for n in names if (v := tables.total(so_far, n)) is not None]
-            return Reached(row["round"] + 1, sum(moved) / 1e6 if moved else None, seconds(so_far))
+        if gm is not None and gm >= target - SAME:
+            return Reached(row["round"] + 1, _megabytes(spent), _seconds(spent))
     return None
 
 
-def seconds(rows: Sequence[Row]) -> float | None:
-    """Training, prototype pass and aggregation of these rounds; None if nothing of it was recorded."""
+def _megabytes(rows: Sequence[Row]) -> float | None:
+    """All that was sent and received; None if a part was not recorded."""
+    names = ("bytes_down", "bytes_up", "bytes_once")
+    known = [v for n in names if (v := tables.total(rows, n)) is not None]
+    return sum(known) / 1e6 if len(known) == len(names) else None
+
+
+def _seconds(rows: Sequence[Row]) -> float | None:
+    """Training, prototype pass and aggregation; None if nothing of it was recorded."""
     told = [r.get("seconds", {}) for r in rows]
     known = [v for part in ("train", "prototype", "aggregate") if (v := tables.total(told, part)) is not None]
     return sum(known) if known else None
 
 
 def target(made: Report, s: Setting, wanted: float | None = None, base: str | None = None) -> list[Block]:
-    """Rounds, bytes and seconds to a target; by default to the mean headline GM of the baseline (MOON, table 2)."""
+    """Rounds, bytes and seconds to a target GM (a share of 1); by default the baseline's mean headline (MOON, Table 2)."""
     reference = baseline(s, base)
-    known = by_seed(s, reference, "gm")
-    if wanted is None and not known:
+    known = by_seed(reference, "gm", s.headline)
+    used = [e for e in s.entries if e.used]
+    measured = any(value(row, "gm") is not None for e in used for run in e.used for row in e.rows(run))
+    if not measured or (wanted is None and not known):
         return []
     goal = statistics.fmean(known.values()) if wanted is None else wanted
-    rows = [_target(e, goal) for e in s.entries if e.used]
-    if not any(cell.order is not None for row in rows for cell in row):
-        return []
-    what = f"the mean headline GM of {escape(reference.label)}" if wanted is None else "as asked for"
-    notes = (
-        f"Target: {100 * goal:.2f} %, {what}. Rounds until an evaluated round first has it, all bytes sent and received until "
-        "then (with the exchange before round 0), seconds of training, prototype pass and aggregation, evaluation apart; "
-        "means over the seeds that reach it. Which seeds do is part of the result: read the last column first. "
-        f"{missing(rows)}"
-    )
+    rows = [_target(e, goal) for e in used]
+    what = f"the mean GM ({s.headline.label}) of {escape(reference.label)}" if wanted is None else "as asked for"
+    open_ = ", ".join(escape(e.label) for e in used if not e.finished)
+    notes = [
+        f"Target: {100 * goal:.2f} %, {what}. Rounds until an evaluated round first has it; MB: all bytes sent and received "
+        "until then, with the exchanges before round 0 and after the last and with constants; seconds of training, prototype "
+        "pass and aggregation, evaluation apart. Means over the seeds that reach it. Which seeds do is part of the result: "
+        "read the last column first.",
+        f"Not finished: {open_}." if open_ else "",
+        f"`{MISSING}`: not reached, or not measured." if any(c.text == MISSING for r in rows for c in r) else "",
+    ]
     heads = ["method", "rounds", "MB", "seconds", "reached by"]
-    return [made.table(Table(made.name("target", s), "Cost of a target accuracy", heads, rows, notes.strip()))]
+    name = made.name("target", s)
+    return [made.table(Table(name, "Cost of a target accuracy", heads, rows, " ".join(filter(None, notes))))]
 
 
 def _target(entry: Entry, goal: float) -> list[Cell]:
     found = [reached(entry, run, goal) for run in entry.used]
     hit = [one for one in found if one is not None]
-    count = Cell(f"{len(hit)} of {len(found)} seeds", float(len(hit)))
-    defined = any(value(row, "gm") is not None for run in entry.used for row in entry.rows(run))
+    count = Cell(f"{len(hit)} of {len(found)} seeds", len(hit) / len(found))
     if not hit:
-        played = max(run.played for run in entry.used)
-        return [
-            Cell(entry.label),
-            Cell(f"not in {played}" if defined else UNDEFINED),
-            Cell(MISSING),
-            Cell(MISSING),
-            count,
-        ]
+        return [Cell(entry.label), Cell(_never(entry)), Cell(MISSING), Cell(MISSING), count]
     known = [[v for one in hit if (v := getattr(one, name)) is not None] for name in Reached._fields]
     shown = [number_cell(statistics.fmean(v) if len(v) == len(hit) else None, 1) for v in known]
     return [Cell(entry.label), *shown, count]
+
+
+def _never(entry: Entry) -> str:
+    """Why a method has not reached the target."""
+    rows = [entry.rows(run) for run in entry.used]
+    if any(value(row, "gm") is not None for many in rows for row in many):
+        return f"not reached in {max(sum(row['round'] >= 0 for row in many) for many in rows)} rounds"
+    return lacking(entry, "gm")

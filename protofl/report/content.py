@@ -66,11 +66,7 @@ class Report:
         name = self.name(name, setting)
         try:
             with figures.one_style():
-                drawn = draw(data)
-                drawn.draw_without_rendering()  # the layout is found once, not once a format
-                drawn.set_layout_engine("none")
-                for kind in figures.FORMATS:
-                    figures.save(drawn, self.out / "figures" / f"{name}.{kind}")
+                figures.save(draw(data), *(self.out / "figures" / f"{name}.{kind}" for kind in figures.FORMATS))
         except Exception as error:
             return Text(f"*Figure {escape(name)} left out: {escape(type(error).__name__)}: {escape(error)}*")
         self._write(data, self.out / "figures" / f"{name}.csv")

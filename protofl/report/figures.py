@@ -52,10 +52,14 @@ FORMATS: dict[str, dict[str, Any]] = {
 """What is written, without what is not of the figure: times and versions."""
 
 
-def save(figure: Figure, path: Path) -> None:
-    """Write .png, .svg or .pdf, by the path's end, so that the bytes depend on nothing but the figure."""
-    path.parent.mkdir(exist_ok=True)
-    figure.savefig(path, metadata=FORMATS[path.suffix[1:]], bbox_inches="tight", pad_inches=0.12)
+def save(figure: Figure, *paths: Path) -> None:
+    """Write .png, .svg or .pdf, by the paths' ends, so that the bytes depend on nothing but the figure."""
+    figure.draw_without_rendering()
+    figure.set_layout_engine("none")  # the layout and what is cut away are found once, not once a file
+    frame = figure.get_tightbbox().padded(0.12)
+    for path in paths:
+        path.parent.mkdir(exist_ok=True)
+        figure.savefig(path, metadata=FORMATS[path.suffix[1:]], bbox_inches=frame)
 
 
 def blank(width: float, height: float, rows: int = 1, columns: int = 1, **grid: Any) -> tuple[Figure, list[Axes]]:
@@ -93,6 +97,83 @@ def draw_curves(tidy: pd.DataFrame, chance: float | None) -> Figure:
     return figure
 
 
+def draw_loss(tidy: pd.DataFrame) -> Figure:
+    """Test loss over rounds of one setting."""
+    figure, (ax,) = blank(7.4, max(3.0, 0.19 * tidy["label"].nunique() + 1.2))
+    lines(ax, tidy)
+    if wide(tidy["mean"]):
+        ax.set_yscale("log")
+    ax.set_ylabel("test loss")
+    ax.set_xlabel("round t")
+    direct_labels(ax, tidy)
+    return figure
+
+
+BUDGET = {"mb": "sent and received until then, MB", "seconds": "training, prototypes and aggregation, seconds"}
+"""What accuracy is drawn over, in words."""
+
+
+def draw_budget(tidy: pd.DataFrame) -> Figure:
+    """Accuracy over what was spent, a row of panels per kind of accuracy."""
+    kinds = [m for m in ACCURACIES if (tidy["metric"] == m).any()]
+    costs = [n for n in BUDGET if tidy[n].notna().any()]
+    figure, axes = blank(
+        max(5.0, 4.4 * len(costs)), 2.9 * len(kinds) + 0.6, len(kinds), len(costs), sharex="col", sharey="row"
+    )
+    for i, ax in enumerate(axes):
+        metric, cost = kinds[i // len(costs)], costs[i % len(costs)]
+        mine = tidy[(tidy["metric"] == metric) & tidy[cost].notna()]
+        mine = mine.assign(**{n: 100 * mine[n] for n in ("mean", "low", "high")})
+        lines(ax, mine, cost)
+        if wide(mine.groupby("label")[cost].max()):
+            ax.set_xscale("log")
+        if i % len(costs) == 0:
+            ax.set_title(ACCURACIES[metric])
+            ax.set_ylabel("test accuracy, %")
+        if i // len(costs) == len(kinds) - 1:
+            ax.set_xlabel(BUDGET[cost])
+    legend(figure, tidy, 2)
+    return figure
+
+
+def wide(values: pd.Series[float]) -> bool:
+    """Whether positive values span more than a factor of 10, and are shown on a log scale."""
+    return bool(values.min() > 0 and values.max() / values.min() > 10)
+
+
+def draw_sweep(tidy: pd.DataFrame, over: str, by: str) -> Figure:
+    """Accuracy over what is varied; a panel for each value of the second field."""
+    word, groups = ACCURACIES[str(tidy["metric"].iloc[0])], list(tidy["group"].unique())
+    labels = tidy["label"].nunique()
+    figure, axes = blank(7.4, len(groups) * max(3.0, 0.19 * labels + 1.2), len(groups), sharex=True)
+    places = tidy.drop_duplicates("place").sort_values("place")
+    for ax, group in zip(axes, groups):
+        mine = tidy[tidy["group"] == group].assign(**{n: 100 * tidy[n] for n in ("mean", "low", "high")})
+        lines(ax, with_gaps(mine, list(places["place"])).assign(fate=""), "place")
+        for _, point in mine[mine["fate"].isin(list(MARKS))].iterrows():
+            mark(ax, point, "place")
+        if wide(places["place"]):
+            ax.set_xscale("log")
+            ax.minorticks_off()
+        ax.set_xticks(places["place"], [short(plain(str(v)), 14) for v in places["value"]])
+        ax.set_title(f"{word}, {plain(by)} = {plain(str(group))}" if by else word)
+        ax.set_ylabel("test accuracy, %")
+        direct_labels(ax, mine.assign(fate=""), "place")
+    axes[-1].set_xlabel(plain(over))
+    return figure
+
+
+def with_gaps(tidy: pd.DataFrame, places: list[float]) -> pd.DataFrame:
+    """The points with an empty one wherever a method has none between two of its own: no line crosses it."""
+    parts = []
+    for _, mine in tidy.groupby("label", sort=False):
+        first, last = mine["place"].min(), mine["place"].max()
+        made = mine.set_index("place").reindex([p for p in places if first <= p <= last])
+        constant = ["method", "label", "variant"]
+        parts.append(made.assign(**{n: mine[n].iloc[0] for n in constant}).reset_index())
+    return pd.concat(parts)
+
+
 def draw_terms(tidy: pd.DataFrame) -> Figure:
     """Terms of the training loss over rounds of one setting, a panel per term."""
     names = sorted(tidy["metric"].unique(), key=lambda n: (n != "loss", n))
@@ -110,16 +191,19 @@ def draw_terms(tidy: pd.DataFrame) -> Figure:
     return figure
 
 
-def lines(ax: Axes, tidy: pd.DataFrame) -> None:
-    """Mean over the seeds, a band from the lowest to the highest, and a mark where a curve ends early."""
+def lines(ax: Axes, tidy: pd.DataFrame, x: str = "round") -> None:
+    """Mean over the seeds, a band from the lowest to the highest, and a mark where a curve ends early.
+
+    x: the column along the axis.
+    """
     from matplotlib.ticker import MaxNLocator
 
-    dots = tidy["round"].nunique() <= 30
+    dots = tidy["round"].nunique() <= 30 if x != "place" else True
     for label, mine in tidy.groupby("label", sort=False):
         first = mine.iloc[0]
         colour = style.colour(str(first["method"]))
         ax.plot(
-            mine["round"],
+            mine[x],
             mine["mean"],
             color=colour,
             linestyle=style.dash(int(first["variant"])),
@@ -128,40 +212,42 @@ def lines(ax: Axes, tidy: pd.DataFrame) -> None:
             label=plain(str(label)),
         )
         if (mine["high"] > mine["low"]).any():
-            ax.fill_between(mine["round"], mine["low"], mine["high"], color=colour, alpha=0.2, linewidth=0)
+            ax.fill_between(mine[x], mine["low"], mine["high"], color=colour, alpha=0.2, linewidth=0)
         if first["fate"] in MARKS:
-            end = mine.iloc[-1]
-            ax.plot(
-                [end["round"]],
-                [end["mean"]],
-                marker=MARKS[first["fate"]],
-                markersize=7,
-                color=colour,
-                markeredgecolor="white",
-                zorder=5,
-            )
-    ax.xaxis.set_major_locator(MaxNLocator(integer=True, min_n_ticks=1))
-    if tidy["round"].nunique() == 1:
-        t = tidy["round"].iloc[0]
+            mark(ax, mine.iloc[-1], x)
+    if x == "round":
+        ax.xaxis.set_major_locator(MaxNLocator(integer=True, min_n_ticks=1))
+    if x == "round" and tidy[x].nunique() == 1:
+        t = tidy[x].iloc[0]
         ax.set_xlim(t - 1, t + 1)
         ax.set_xticks([t])
     else:
         ax.margins(x=0.015)
 
 
-def direct_labels(ax: Axes, tidy: pd.DataFrame) -> None:
-    """The methods' names beside the ends of their curves, pushed apart where they would overlap."""
-    low, high = ax.get_ylim()
+def mark(ax: Axes, point: pd.Series[Any], x: str) -> None:
+    """The mark of a point that is not a finished method's."""
+    shape, colour = MARKS[point["fate"]], style.colour(str(point["method"]))
+    ax.plot([point[x]], [point["mean"]], marker=shape, color=colour, markersize=7, markeredgecolor="white", zorder=5)
+
+
+def direct_labels(ax: Axes, tidy: pd.DataFrame, x: str = "round") -> None:
+    """The methods' names beside the ends of their curves, pushed apart where they would overlap.
+
+    x: the column along the axis.
+    """
+    limits = ax.get_ylim()
     ends = [mine.iloc[-1] for _, mine in tidy.groupby("label", sort=False)]
     height = ax.get_figure(root=True).get_size_inches()[1] / len(ax.get_figure(root=True).axes)  # type: ignore[union-attr]
     gap = 0.165 / (height - 0.75)
-    wanted = [float((e["mean"] - low) / (high - low)) for e in ends]
-    last = tidy["round"].max()
+    within = ax.transAxes.inverted()
+    wanted = [float(within.transform(ax.transData.transform((e[x], e["mean"])))[1]) for e in ends]
+    last = tidy[x].max()
     for end, y, place in zip(ends, wanted, style.spread(wanted, gap, 0.0, 1.0)):
         colour = style.colour(str(end["method"]))
         text = short(plain(str(end["label"])), 40) + (f" ({end['fate']})" if end["fate"] in MARKS else "")
         ax.annotate(text, (1.045, place), xycoords="axes fraction", color=colour, va="center", fontsize=8.5)
-        if end["round"] == last:
+        if end[x] == last:
             ax.plot(
                 [1.006, 1.038],
                 [y, place],
@@ -171,7 +257,7 @@ def direct_labels(ax: Axes, tidy: pd.DataFrame) -> None:
                 clip_on=False,
                 linestyle=style.dash(int(end["variant"])),
             )
-    ax.set_ylim(low, high)
+    ax.set_ylim(*limits)
 
 
 def legend(figure: Figure, tidy: pd.DataFrame, columns: int) -> None:
@@ -287,78 +373,3 @@ def write_counts(ax: Axes, table: Any, dark: Any) -> None:
                 fontsize=6.5,
                 color="white" if dark[i, c] else "#333333",
             )
-
-
-def draw_prototypes(tidy: pd.DataFrame, classes: int) -> Figure:
-    """Prototypes in the plane, a panel per method: stars are global, dots are the clients' own."""
-    groups = list(tidy.groupby("label", sort=False))
-    columns = min(3, len(groups))
-    rows = math.ceil(len(groups) / columns)
-    figure, axes = blank(2.9 * columns + 1.3, 2.9 * rows + 0.2, rows, columns)
-    for ax, (label, mine) in zip(axes, groups):
-        first = mine.iloc[0]
-        for kind, marker, size, edge in (
-            ("client", "o", 13, "none"),
-            ("global", "*", 80 if classes <= 20 else 40, "black"),
-        ):
-            part = mine[mine["kind"] == kind]
-            ax.scatter(
-                part["x"],
-                part["y"],
-                c=[class_colour(int(c), classes) for c in part["class_id"]],
-                s=size,
-                marker=marker,
-                edgecolors=edge,
-                linewidths=0.6,
-                alpha=1 if kind == "global" else 0.6,
-                zorder=3 if kind == "global" else 2,
-            )
-        ax.set_title(f"{short(plain(str(label)), 30)}\n", fontsize=9.5)
-        ax.text(
-            0,
-            1.02,
-            f"{first['projection']}, round {first['round']}, seed {first['seed']}",
-            fontsize=7.5,
-            color="#666666",
-            transform=ax.transAxes,
-        )
-        ax.set_xticks([])
-        ax.set_yticks([])
-        ax.spines[:].set(visible=True, linewidth=0.6, color="#bbbbbb")
-        ax.margins(0.08)
-        ax.set_aspect("equal", adjustable="datalim")
-    for ax in axes[len(groups) :]:
-        ax.remove()
-    class_legend(figure, tidy, classes)
-    return figure
-
-
-def class_colour(c: int, classes: int) -> Any:
-    """The colour of a class."""
-    if classes <= len(style.CLASSES):
-        return style.CLASSES[c % len(style.CLASSES)]
-    import matplotlib
-
-    return matplotlib.colormaps["turbo"](c / max(classes - 1, 1))
-
-
-def class_legend(figure: Figure, tidy: pd.DataFrame, classes: int) -> None:
-    """Which colour is which class, and what stars and dots are."""
-    from matplotlib.lines import Line2D
-
-    look: dict[str, Any] = {"linestyle": "", "color": "#666666"}
-    handles = [
-        Line2D([], [], marker="*", markersize=9, markeredgecolor="black", **look),
-        Line2D([], [], marker="o", markersize=4, **look),
-    ]
-    words = ["global", "client"]
-    named = tidy[["class_id", "class"]].drop_duplicates().sort_values("class_id")
-    if classes <= len(style.CLASSES):
-        for c, name in named.itertuples(index=False):
-            handles.append(Line2D([], [], marker="s", markersize=5, linestyle="", color=class_colour(c, classes)))
-            words.append(short(plain(str(name)), 16))
-    else:
-        for c in np.unique(np.linspace(0, classes - 1, 6).round().astype(int)):
-            handles.append(Line2D([], [], marker="s", markersize=5, linestyle="", color=class_colour(int(c), classes)))
-            words.append(f"class id {c}")
-    figure.legend(handles, words, loc="outside right center", fontsize=8)

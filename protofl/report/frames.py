@@ -14,6 +14,13 @@ from .select import METRICS, Row, value
 from .tables import frame
 
 CURVES = ["setting", "method", "label", "variant", "metric", "round", "n", "mean", "low", "high", "fate"]
+SPENT: dict[str, tuple[float, tuple[str, ...]]] = {
+    "mb": (1e6, ("bytes_down", "bytes_up", "bytes_once")),
+    "seconds": (1.0, ("train", "prototype", "aggregate")),
+    "evaluation": (1.0, ("evaluate",)),
+}
+"""What is spent: its unit, and the parts of a row that add up to it."""
+
 SPLIT = ["setting", "seed", "client", "class", "samples"]
 
 
@@ -24,6 +31,53 @@ def curves(made: Sequence[Setting]) -> pd.DataFrame:
     followed until then.
     """
     return _over_rounds(made, lambda entry: [*METRICS, "loss"], value)
+
+
+def budget(made: Sequence[Setting]) -> pd.DataFrame:
+    """As `curves`, with what was spent until the round is evaluated, means over the seeds.
+
+    `mb`: all bytes sent and received, in 1e6, constants and the exchanges before round 0 and after the last included;
+    `seconds`: training, prototype pass and aggregation; `evaluation`: seconds of evaluation. Missing where a seed has no
+    record of it.
+    """
+    shown = curves(made)
+    bills = {(s.number, e.label): _bill(e) for s in made for e in s.entries if e.drawn}
+    points = zip(shown["setting"], shown["label"], shown["round"])
+    told = frame((bills[s, label][t] for s, label, t in points), list(SPENT))
+    return shown.join(told.set_index(shown.index))
+
+
+def _bill(entry: Entry) -> dict[int, dict[str, float | None]]:
+    """Round -> what was spent until then, means over the seeds; only rounds that all have."""
+    bills = [spent(entry.rows(run)) for run in entry.drawn]
+    made: dict[int, dict[str, float | None]] = {}
+    for t in bills[0]:
+        if all(t in bill for bill in bills):
+            known = {n: [v for bill in bills if (v := bill[t][n]) is not None] for n in SPENT}
+            made[t] = {n: statistics.fmean(v) if len(v) == len(bills) else None for n, v in known.items()}
+    return made
+
+
+def spent(rows: Sequence[Row]) -> dict[int, dict[str, float | None]]:
+    """Round -> what a run has spent when the round is evaluated (see `budget`); None: nothing of it is recorded."""
+    total: dict[str, float] = {}
+    made = {}
+    for row in rows:
+        for part in (row, row.get("final")):
+            if isinstance(part, dict):
+                _add(total, part)
+        made[row["round"]] = {n: total[n] / unit if n in total else None for n, (unit, _) in SPENT.items()}
+    return made
+
+
+def _add(total: dict[str, float], row: Row) -> None:
+    """Add what a row was billed."""
+    seconds = row.get("seconds")
+    told = {**row, **seconds} if isinstance(seconds, dict) else row
+    for name, (_, parts) in SPENT.items():
+        known = [v for part in parts if (v := number(told.get(part))) is not None]
+        if known:
+            total[name] = total.get(name, 0.0) + sum(known)
 
 
 def terms(made: Sequence[Setting]) -> pd.DataFrame:

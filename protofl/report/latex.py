@@ -16,8 +16,10 @@ _SPECIAL = str.maketrans(
         "±": r"$\pm$",
         "×": r"$\times$",
     }
-    | {"<": r"\textless{}", ">": r"\textgreater{}", "|": r"\textbar{}", '"': r"\textquotedbl{}", "≥": r"$\geq$"}
+    | {"<": r"\textless{}", ">": r"\textgreater{}", "|": r"\textbar{}", '"': r"\char34{}", "≥": r"$\geq$"}
+    | {c: f"{{{c}}}" for c in "[]*"}
 )
+"""A bracket or a star at the start of a row would belong to the command that ends the row above, hence the braces."""
 
 
 def escape(text: str) -> str:

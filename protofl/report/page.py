@@ -7,7 +7,7 @@ from collections.abc import Iterable
 from pathlib import Path
 
 from ..errors import UserError
-from . import comparison, describe, html, looks, markdown, papers, pictures, sections, summary, tables
+from . import comparison, describe, html, looks, markdown, papers, pictures, sections, summary, sweeps, tables
 from .blocks import Block, Cell, Code, Heading, Table, Text
 from .content import DATA, Report
 from .groups import Setting
@@ -53,7 +53,7 @@ def _runs(given: Given | Iterable[Given]) -> list[Run]:
 
 def _blocks(made: Report, title: str, command: str | None) -> list[Block]:
     parts: list[Block] = [Heading(title, 1), *summary.summary(made), *_opening(made, command)]
-    parts += comparison.ranks(made)
+    parts += [*comparison.ranks(made), *sweeps.sweeps(made)]
     for s in made.settings:
         parts += _setting(made, s)
     files = "\n".join(f"* [{name}](data/{name}): {what}" for name, what in DATA.items())

@@ -2,19 +2,21 @@
 
 from __future__ import annotations
 
-from . import figures, frames, geometry
-from .blocks import Block, Heading, Text
+from . import figures, frames, shapes
+from .blocks import Block, Heading
 from .content import Report
 from .groups import Setting
-from .markdown import escape
 from .read import DIVERGED, UNFINISHED
 from .sections import chance_level
 
 
 def curves(made: Report, s: Setting) -> list[Block]:
-    """Accuracy over rounds, and the terms of the training loss."""
-    shown, terms = frames.curves([s]), frames.terms([s])
-    shown = shown[shown["metric"].isin(figures.ACCURACIES)]
+    """Accuracy over rounds and over what was spent, test loss, and the terms of the training loss."""
+    points, terms = frames.budget([s]), frames.terms([s])
+    loss = points[points["metric"] == "loss"][frames.CURVES]
+    budget = points[points["metric"].isin(figures.ACCURACIES)]
+    shown = budget[frames.CURVES]
+    budget = budget[budget[list(figures.BUDGET)].notna().any(axis=1)]
     drawn = [run for e in s.entries for run in e.drawn]
     parts: list[Block] = []
     band = "Line: mean over seeds; band: lowest to highest seed" if len(s.seeds) > 1 else "One seed"
@@ -31,6 +33,17 @@ def curves(made: Report, s: Setting) -> list[Block]:
                 s,
             )
         )
+    if len(budget):
+        caption = (
+            "The same over MB (1e6 bytes) sent and received until then, constants and the exchange before round 0 included, and "
+            "over seconds of training, prototype pass and aggregation until then, evaluation apart: means over seeds. Seconds "
+            f"hold for the machine named above. {band}.{_marks(set(budget['fate']))}"
+        )
+        alt = "Test accuracy over bytes and over seconds"
+        parts.append(made.figure("budget", drawn, budget, alt, caption, figures.draw_budget, s))
+    if len(loss):
+        caption = f"Loss of the global model on the test set. {band}.{_marks(set(loss['fate']))}"
+        parts.append(made.figure("loss", drawn, loss, "Test loss over rounds", caption, figures.draw_loss, s))
     if len(terms):
         caption = (
             "Terms of the training loss, unweighted, mean over the steps of the round's clients. "
@@ -72,27 +85,5 @@ def split(made: Report, s: Setting) -> list[Block]:
 
 
 def prototypes(made: Report, s: Setting) -> list[Block]:
-    """Prototypes in the plane, and why some are left out."""
-    mine, notes = geometry.prototypes([s])
-    parts: list[Block] = []
-    if len(mine):
-        who = ", ".join(map(str, mine["label"].unique()))
-        classes = max(len(s.first.data.get("classes", [])), int(mine["class_id"].max()) + 1)
-        caption = (
-            "Stars: global prototypes; dots: the clients' own; colour: class. Last stored round of one seed; "
-            "distances between panels mean nothing."
-        )
-        shown = set(mine["label"])
-        parts.append(
-            made.figure(
-                "prototypes",
-                [e.drawn[0] for e in s.entries if e.label in shown],
-                mine,
-                f"Prototypes in the plane of {who}",
-                caption,
-                lambda data: figures.draw_prototypes(data, classes),
-                s,
-            )
-        )
-    parts += [Text(f"*{escape(note)}.*") for note in notes]
-    return [Heading("Prototypes", 3), *parts] if parts else []
+    """The geometry of prototypes and of features."""
+    return [*shapes.prototypes(made, s), *shapes.of_features(made, s)]

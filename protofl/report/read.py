@@ -91,18 +91,32 @@ class Run:
 
     def prototypes(self) -> tuple[Prototypes | None, str]:
         """The prototypes of the last stored round (None: there are none), and why they cannot be read."""
-        stored = {int(m[1]): p for p in sorted(self.path.glob("prototypes/*.npz")) if (m := _ROUND.fullmatch(p.name))}
-        if not stored:
-            return None, ""
-        last = max(stored)
-        try:
-            with np.load(stored[last], allow_pickle=False) as arrays:
-                return _prototypes(last, dict(arrays)), ""
-        except (OSError, ValueError, KeyError, EOFError, zipfile.BadZipFile, zlib.error):
-            return None, f"{stored[last].name} cannot be read"
+        made, problems = _all_prototypes(list(stored(self.path / "prototypes").items())[-1:])
+        return (made[0] if made else None), "".join(problems)
+
+    def all_prototypes(self) -> tuple[list[Prototypes], list[str]]:
+        """The prototypes of every stored round, ascending, and which files cannot be read."""
+        return _all_prototypes(list(stored(self.path / "prototypes").items()))
 
 
 _ROUND = re.compile(r"round-(\d+)\.npz")
+
+_DAMAGE = (OSError, ValueError, TypeError, EOFError, RuntimeError, MemoryError, zipfile.BadZipFile, zlib.error)
+"""What NumPy raises for files that are cut, foreign or pickled."""
+
+
+def stored(folder: Path) -> dict[int, Path]:
+    """The files round-NNNNN.npz of a folder by round, ascending; none where there is no folder."""
+    return dict(sorted((int(m[1]), path) for path in folder.glob("*.npz") if (m := _ROUND.fullmatch(path.name))))
+
+
+def arrays(path: Path) -> dict[str, Array]:
+    """All arrays of an .npz file, or a ValueError that says the file cannot be read."""
+    try:
+        with np.load(path, allow_pickle=False) as found:
+            return {name: array for name, array in found.items() if isinstance(array, np.ndarray)}
+    except _DAMAGE as error:
+        raise ValueError(f"{path.name} cannot be read") from error
 
 
 def runs(paths: Sequence[Path | str]) -> list[Run]:
@@ -292,6 +306,17 @@ def _status(summary: Document, done: bool, rounds: Sequence[Document], total: in
     if played != list(range(total or len(played))) or not played:
         return DAMAGED, f"marked finished, but has {len(played)} of {total} rounds"
     return FINISHED, ""
+
+
+def _all_prototypes(files: Sequence[tuple[int, Path]]) -> tuple[list[Prototypes], list[str]]:
+    """The prototypes of files that can be read, and which cannot."""
+    made, problems = [], []
+    for t, path in files:
+        try:
+            made.append(_prototypes(t, arrays(path)))
+        except ValueError:
+            problems.append(f"{path.name} cannot be read")
+    return made, problems
 
 
 def _prototypes(round: int, arrays: Mapping[str, Array]) -> Prototypes:

@@ -24,13 +24,14 @@ class Paired(NamedTuple):
 
 
 def paired(a: Sequence[float], b: Sequence[float]) -> Paired:
-    """Compare pairs; of fewer than FEWEST there is neither interval nor p. Equal differences have p = 0, or 1 if they are 0.
+    """Compare pairs of accuracies (shares of 1); of fewer than FEWEST there is neither interval nor p.
 
-    same_sign: pairs whose difference has the sign of the mean. Raises ValueError without pairs.
+    Equal differences have p = 0, or 1 if they are 0. same_sign: pairs whose difference has the sign of the mean. Raises
+    ValueError without pairs, or for sequences of unlike length.
     """
     from scipy.stats import t
 
-    differences = [x - y for x, y in zip(a, b, strict=True)]
+    differences = [round(x - y, 12) for x, y in zip(a, b, strict=True)]  # 0.62 - 0.6 is not quite 0.52 - 0.5
     n, mean = len(differences), statistics.fmean(differences)
     sd = statistics.stdev(differences) if n > 1 else None
     same_sign = sum(d * mean > 0 for d in differences)

@@ -1,0 +1,110 @@
+"""Grids of cells: from the command line, from a suite file, by name."""
+
+from __future__ import annotations
+
+from pathlib import Path
+
+import pytest
+from test_cli import protofl, runs
+
+from protofl.errors import UserError
+from protofl.experiment import Settings, cells, read_suite
+from protofl.sweeps import SWEEPS
+
+
+def grid(methods: str, **over: str) -> list[tuple[str, ...]]:
+    """The labels of a grid's cells, split into words; `__` stands for the dot of METHOD.OPTION."""
+    settings = Settings()
+    settings.take("methods", methods, "test")
+    settings.take("seeds", "0", "test")
+    for name, values in over.items():
+        settings.take_over(name.replace("__", "."), values, "test")
+    return [tuple(c.label.split()) for c in cells(settings)]
+
+
+def test_every_combination_is_a_cell() -> None:
+    made = grid("fedavg,moon", local_epochs="1,2", participation="0.5,1")
+    assert len(made) == len(set(made)) == 8
+    assert ("moon", "beta", "0.5", "local_epochs", "2", "participation", "0.5", "seed", "0") in made
+
+
+def test_an_option_is_varied_for_its_method_alone() -> None:
+    made = grid("fedavg,moon", moon__mu="1,5,10", beta="0.1,1")
+    assert [m for m in made if m[0] == "fedavg"] == [
+        ("fedavg", "beta", "0.1", "seed", "0"),
+        ("fedavg", "beta", "1", "seed", "0"),
+    ]
+    assert len([m for m in made if m[0] == "moon"]) == 6
+
+
+def test_equal_values_are_one() -> None:
+    assert len(grid("fedavg", local_epochs="1,1,2")) == 2
+
+
+def test_a_list_of_betas_is_a_grid() -> None:
+    settings = Settings(methods=["fedavg"], seeds=[0, 1])
+    settings.take("beta", "0.1,0.5", "test")
+    assert [(c.protocol.beta, c.protocol.seed) for c in cells(settings)] == [(0.1, 0), (0.1, 1), (0.5, 0), (0.5, 1)]
+
+
+def test_a_suite_file_has_a_grid(tmp_path: Path) -> None:
+    (tmp_path / "s.toml").write_text(
+        'methods = ["fedavg"]\nseeds = [0]\n[over]\nlocal_epochs = [1, 2]\nlr = [0.1, 0.2]\n'
+    )
+    settings = Settings()
+    read_suite(tmp_path / "s.toml", settings)
+    assert {(c.protocol.local_epochs, c.protocol.client_lr) for c in cells(settings)} == {
+        (1, 0.1), (1, 0.2), (2, 0.1), (2, 0.2)
+    }  # fmt: skip
+
+
+@pytest.mark.parametrize("name", SWEEPS)
+def test_named_sweeps_are_of_their_methods(name: str) -> None:
+    sweep, settings = SWEEPS[name], Settings()
+    if sweep.methods:
+        settings.take("methods", sweep.methods, "test")
+    for key, values in sweep.over.items():
+        settings.take_over(key, values, "test")
+    asked = cells(settings)
+    assert len(asked) > 1
+    for cell in asked:
+        cell.method.build(cell.protocol)
+
+
+@pytest.mark.parametrize(
+    ("words", "said"),
+    [
+        ([], "heterogeneity"),
+        (["heterogenity"], "did you mean 'heterogeneity'"),
+        (["--over", "betaa=1"], "did you mean 'beta'"),
+        (["--over", "moon.muu=1"], "did you mean 'mu'"),
+        (["--over", "mooon.mu=1"], "did you mean 'moon'"),
+        (["--over", "rounds"], "key=a,b"),
+        (["--over", "rounds="], "list of values"),
+        (["--over", "rounds=1,x"], "whole number"),
+        (["--over", "seeds=1,2"], "--seeds"),
+        (["--over", "rounds=1", "--over", "rounds=2"], "twice"),
+        (["--over", "rounds=1,2", "--rounds", "3"], "varied and set"),
+        (["--over", "moon.mu=1,2", "--set", "moon.mu=3"], "varied and set"),
+        (["--over", "moon.mu=1,2", "--methods", "fedavg"], "add it to --methods"),
+        (["heterogeneity", "--partition", "iid"], "beta means nothing"),
+    ],
+    ids=str,
+)
+def test_bad_grids(words: list[str], said: str, tmp_path: Path) -> None:
+    told = protofl("sweep", *words, cwd=tmp_path, code=2)
+    assert said in told and told.startswith("Error: ") and told.count("\n") == 1
+    assert not list(tmp_path.iterdir())
+
+
+def test_a_sweep_runs_and_is_reported(tmp_path: Path) -> None:
+    words = ("sweep", "heterogeneity", "--over", "beta=0.1,5", "--methods", "fedavg,fednh", "--rounds", 1)
+    said = protofl(*words, "--local-epochs", 1, "--seeds", 0, "--workers", 1, cwd=tmp_path)
+    assert "beta 0.1" in said and len(runs(tmp_path / "results")) == 4
+    (page,) = (tmp_path / "reports").glob("*/README.md")
+    assert "GM over beta" in page.read_text() and (page.parent / "figures" / "sweep-beta.png").is_file()
+
+
+def test_unknown_methods_in_a_grid() -> None:
+    with pytest.raises(UserError, match="nosuch"):
+        grid("fedavg", nosuch__mu="1")
