@@ -123,7 +123,7 @@ def options_of(other: Callable[..., None]) -> Callable[[Callable[..., None]], Ca
 
 SWEEP_HELP = """Run a table at every point of a grid; show what accuracy does over what was varied.
 
-The grid: a named sweep, any --over, or both. """ + "\n\n".join(
+The grid: a named sweep, any --over, or both; \\[over] in a suite file says the same. """ + "\n\n".join(
     ["Sweeps by name:", *(f"[bold]{name}[/bold]: {one.what}; {one.shown}" for name, one in SWEEPS.items())]
 )
 
@@ -140,8 +140,8 @@ def sweep(
     **given: Any,
 ) -> None:  # fmt: skip
     """Run a table at every point of a grid."""
-    if name is None and not over:
-        raise UserError(f"sweep what? a name ({', '.join(SWEEPS)}), or --over key=a,b")
+    if name is None and not over and given["suite"] is None:
+        raise UserError(f"sweep what? a name ({', '.join(SWEEPS)}), --over key=a,b, or a --suite with a table [over]")
     if name is not None and name not in SWEEPS:
         raise UserError(f"there is no sweep {name!r}{nearest(name, SWEEPS)}; there are {', '.join(SWEEPS)}")
     _table(given, SWEEPS[name] if name else None, over or [])

@@ -6,7 +6,7 @@ import math
 import random
 import time
 from collections.abc import Callable, Iterator
-from dataclasses import dataclass, field
+from dataclasses import dataclass, field, replace
 from typing import Any
 
 from numpy.random import RandomState
@@ -125,7 +125,7 @@ class Federation:
         self.clients.engine.reset()
         for crew, worked in self._crews(program, made.t, made.ids):
             for i, one in zip(crew, worked):
-                found[i] = (self.clients.received(self.shared, self.memory.get(i)), one)
+                found[i] = (self.clients.received(self.shared, self.memory.get(i)), replace(one, memory=Tree()))
                 if one.memory.get("buffers"):
                     made.local[i] = one.memory.buffers
                 if any(one.memory.values()):
