@@ -431,7 +431,7 @@ def test_storing_features_changes_no_number_and_no_digest(method: str, tmp_path:
 
 @pytest.mark.parametrize("method", ["fedcspc", "ditto"])
 def test_stopped_and_resumed_gives_the_same_files(method: str, tmp_path: Path, monkeypatch: pytest.MonkeyPatch) -> None:
-    asked = cell(method, participation=0.5, rounds=5, local_epochs=1)
+    asked = cell(method, participation=0.5, rounds=5, local_epochs=1, features=30)
     straight, _ = ran(asked, tmp_path / "straight")
     save = run.Run._save_features
 
@@ -452,7 +452,7 @@ def test_stopped_and_resumed_gives_the_same_files(method: str, tmp_path: Path, m
 
 
 def test_processes_and_replay_leave_them_as_they_are(tmp_path: Path) -> None:
-    asked = cell("fedcspc", rounds=2, local_epochs=1)
+    asked = cell("fedcspc", rounds=2, local_epochs=1, features=30)
     folder, _ = ran(asked, tmp_path / "one")
     ready = prepare(asked)
     run.play(ready, tmp_path / "two", lambda event: None, processes=2)
@@ -464,7 +464,7 @@ def test_processes_and_replay_leave_them_as_they_are(tmp_path: Path) -> None:
 
 
 def test_time_of_storing_is_in_no_entry_of_seconds(tmp_path: Path) -> None:
-    asked = cell("fedavg", rounds=1)
+    asked = cell("fedavg", rounds=1, features=30)
     run.play(prepare(asked), tmp_path, lambda event: None)
     (row,) = run.records.read_rows(tmp_path / prepare(asked).folder / "rounds.jsonl")
     assert set(row["seconds"]) == {"train", "prototype", "aggregate", "evaluate"}
