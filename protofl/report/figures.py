@@ -145,7 +145,7 @@ def draw_sweep(tidy: pd.DataFrame, over: str, by: str) -> Figure:
     """Accuracy over what is varied; a panel for each value of the second field."""
     word, groups = ACCURACIES[str(tidy["metric"].iloc[0])], list(tidy["group"].unique())
     labels = tidy["label"].nunique()
-    figure, axes = blank(7.4, len(groups) * max(3.0, 0.19 * labels + 1.2), len(groups), sharex=True)
+    figure, axes = blank(7.4, len(groups) * max(3.0, 0.19 * labels + 1.2), len(groups), sharex=True, sharey=True)
     places = tidy.drop_duplicates("place").sort_values("place")
     for ax, group in zip(axes, groups):
         mine = tidy[tidy["group"] == group].assign(**{n: 100 * tidy[n] for n in ("mean", "low", "high")})
@@ -158,7 +158,9 @@ def draw_sweep(tidy: pd.DataFrame, over: str, by: str) -> Figure:
         ax.set_xticks(places["place"], [short(plain(str(v)), 14) for v in places["value"]])
         ax.set_title(f"{word}, {plain(by)} = {plain(str(group))}" if by else word)
         ax.set_ylabel("test accuracy, %")
-        direct_labels(ax, mine.assign(fate=""), "place")
+    for ax, group in zip(axes, groups):  # once all is drawn: the panels share their limits
+        mine = tidy[tidy["group"] == group]
+        direct_labels(ax, mine.assign(mean=100 * mine["mean"], fate=""), "place")
     axes[-1].set_xlabel(plain(over))
     return figure
 

@@ -211,12 +211,13 @@ def _mean(values: list[float], wanted: int) -> float | None:
 def _cost(rows: Sequence[Row]) -> dict[str, float | None]:
     """What one run cost; None where a part was not recorded."""
     played = [r for r in rows if r["round"] >= 0]
-    apart = [r for r in rows if r["round"] < 0] + [r["final"] for r in rows if isinstance(r.get("final"), dict)]
+    finals = [r["final"] for r in rows if isinstance(r.get("final"), dict)]
+    apart = [*(r for r in rows if r["round"] < 0), *finals]
     samples = [r.get("samples", {}) for r in played]
     state = [v for r in rows if (v := number(r.get("state_bytes"))) is not None]
     drawn = sum(len(r.get("clients") or []) for r in played)
     down, up = total(played, "bytes_down"), total(played, "bytes_up")
-    extra = [total([*rows, *apart], "bytes_once"), *(total(apart, n) for n in ("bytes_down", "bytes_up") if apart)]
+    extra = [total([*rows, *finals], "bytes_once"), *(total(apart, n) for n in ("bytes_down", "bytes_up") if apart)]
     once = _sum(extra)
     seconds = {p: total([r.get("seconds", {}) for r in played], p) for p in PARTS}
     everything = [total([r.get("seconds", {}) for r in rows], p) for p in PARTS]

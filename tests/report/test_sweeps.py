@@ -168,6 +168,18 @@ def test_no_line_crosses_what_is_missing(write: Write) -> None:
     assert moon["place"].tolist() == [0.1, 0.5, 5.0] and moon["mean"].isna().tolist() == [False, True, False]
 
 
+def test_panels_share_limits_that_hold_all(write: Write) -> None:
+    """The later panel has the higher numbers: the limits must not be those of the first."""
+    for clients in (10, 20, 50):
+        for share in (0.2, 1.0):
+            folder = write("fedavg", 0, (share * 0.9,), protocol={"clients": clients, "participation": share})
+    (sweep,) = found(folder.parent)
+    with figures.one_style():
+        drawn = figures.draw_sweep(sweeps.values(sweep, "gm"), sweep.over, sweep.by)
+    first, second = drawn.axes
+    assert first.get_ylim() == second.get_ylim() and first.get_ylim()[0] < 18 and second.get_ylim()[1] > 90
+
+
 # ---- what was spent --------------------------------------------------------------------------------------------------
 
 
