@@ -17,6 +17,7 @@ from .read import DIVERGED, UNFINISHED
 
 if TYPE_CHECKING:
     from matplotlib.axes import Axes
+    from matplotlib.axis import Axis
     from matplotlib.figure import Figure
 
 ACCURACIES = {"gm": "global model (GM)", "pm_v": "personalised models, PM(V)"}
@@ -103,6 +104,7 @@ def draw_loss(tidy: pd.DataFrame) -> Figure:
     lines(ax, tidy)
     if wide(tidy["mean"]):
         ax.set_yscale("log")
+        plain_numbers(ax.yaxis)
     ax.set_ylabel("test loss")
     ax.set_xlabel("round t")
     direct_labels(ax, tidy)
@@ -127,6 +129,7 @@ def draw_budget(tidy: pd.DataFrame) -> Figure:
         lines(ax, mine, cost)
         if wide(mine.groupby("label")[cost].max()):
             ax.set_xscale("log")
+            plain_numbers(ax.xaxis)
         if i % len(costs) == 0:
             ax.set_title(ACCURACIES[metric])
             ax.set_ylabel("test accuracy, %")
@@ -139,6 +142,12 @@ def draw_budget(tidy: pd.DataFrame) -> Figure:
 def wide(values: pd.Series[float]) -> bool:
     """Whether positive values span more than a factor of 10, and are shown on a log scale."""
     return bool(values.min() > 0 and values.max() / values.min() > 10)
+
+
+def plain_numbers(axis: Axis) -> None:
+    """Powers of ten as numbers, the ticks between them bare: labels are never read as mathematics."""
+    axis.set_major_formatter(lambda value, _: f"{value:g}")
+    axis.set_minor_formatter(lambda value, _: "")
 
 
 def draw_sweep(tidy: pd.DataFrame, over: str, by: str) -> Figure:

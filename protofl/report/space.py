@@ -10,7 +10,7 @@ import numpy as np
 import pandas as pd
 
 from . import style
-from .figures import blank, legend, lines, name_classes, plain, short, wide
+from .figures import blank, legend, lines, name_classes, plain, plain_numbers, short, wide
 from .superclasses import by_superclass
 
 if TYPE_CHECKING:
@@ -206,7 +206,7 @@ def draw_measures(tidy: pd.DataFrame) -> Figure:
         lines(ax, mine)
         if name in DISTANCES and mine["low"].min() > 0 and wide(mine["mean"]):
             ax.set_yscale("log")
-            ax.yaxis.set_major_formatter(lambda value, _: f"{value:g}")
+            plain_numbers(ax.yaxis)
         ax.set_title(MEASURES[name], fontsize=9)
         ax.set_xlabel("round t")
     _drop(axes, axes[: len(names)])

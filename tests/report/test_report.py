@@ -261,3 +261,18 @@ def test_a_budget_of_its_own_is_told(write: Write, tmp_path: Path, line: Any) ->
     assert "not the same for all" not in text and "(2 clients per round)" in text
     personal = cells(section(text, "Accuracy of the personalised models (PM)"), "solo")
     assert personal[1] == "50.00" and personal[6:8] == ["all", "3"] and personal[-1] == "finished"
+
+
+@pytest.mark.parametrize("high", [50.0, 5000.0])
+def test_log_axes_have_plain_labels(high: float) -> None:
+    """Text is never read as mathematics in these figures, so that no label may be written as such."""
+    from protofl.report import figures
+
+    rows = [("FedAvg", "fedavg", 0, "loss", t, 1, v, v, v, "finished") for t, v in enumerate((1.0, high))]
+    columns = ["label", "method", "variant", "metric", "round", "n", "mean", "low", "high", "fate"]
+    with figures.one_style():
+        figure = figures.draw_loss(pd.DataFrame(rows, columns=columns))
+        figure.draw_without_rendering()
+        axis = figure.axes[0].yaxis
+        labels = [t.get_text() for t in [*axis.get_ticklabels(), *axis.get_ticklabels(minor=True)]]
+    assert axis.get_scale() == "log" and "10" in labels and not [text for text in labels if "$" in text]
