@@ -7,8 +7,10 @@ import sys
 from pathlib import Path
 
 import pytest
+from rich.console import Console
 from test_cli import protofl, runs
 
+from protofl import cli
 from protofl.errors import UserError
 from protofl.experiment import Settings, cells, read_suite
 from protofl.sweeps import SWEEPS
@@ -158,7 +160,8 @@ def test_nested_options_and_lists_in_a_suite(tmp_path: Path) -> None:
     ]  # fmt: skip
 
 
-def test_bench_runs_the_grid_of_a_suite(tmp_path: Path) -> None:
+def test_bench_runs_the_grid_of_a_suite(tmp_path: Path, monkeypatch: pytest.MonkeyPatch) -> None:
+    monkeypatch.setattr(cli, "out", Console(width=200))
     (tmp_path / "s.toml").write_text('methods = ["fedavg"]\nseeds = [0]\n[over]\nlocal_epochs = [1, 2]\n')
     said = protofl("bench", "--suite", "s.toml", "--dry-run", cwd=tmp_path)
     assert "local_epochs 1 seed 0" in said and "local_epochs 2 seed 0" in said
