@@ -111,8 +111,19 @@ def test_bad_grids(words: list[str], said: str, tmp_path: Path) -> None:
     assert {p.name for p in tmp_path.iterdir()} == {"grid.toml", "both.toml"}
 
 
-def test_a_sweep_runs_and_is_reported(tmp_path: Path) -> None:
-    words = ("sweep", "heterogeneity", "--over", "beta=0.1,5", "--methods", "fedavg,fednh", "--rounds", 1)
+def test_a_sweep_runs_and_is_reported(tmp_path: Path, sketched: None) -> None:
+    words = (
+        "sweep",
+        "heterogeneity",
+        "--over",
+        "beta=0.1,5",
+        "--methods",
+        "fedavg,fednh",
+        "--rounds",
+        1,
+        "--clients",
+        4,
+    )
     said = protofl(*words, "--local-epochs", 1, "--seeds", 0, "--workers", 1, cwd=tmp_path)
     assert "beta 0.1" in said and len(runs(tmp_path / "results")) == 4
     (page,) = (tmp_path / "reports").glob("*/README.md")

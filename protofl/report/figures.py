@@ -56,7 +56,7 @@ FORMATS: dict[str, dict[str, Any]] = {
 def save(figure: Figure, *paths: Path) -> None:
     """Write .png, .svg or .pdf, by the paths' ends, so that the bytes depend on nothing but the figure."""
     figure.draw_without_rendering()
-    figure.set_layout_engine("none")  # the layout and what is cut away are found once, not once a file
+    figure.set_layout_engine(None)  # the layout and what is cut away are found once, not once a file
     frame = figure.get_tightbbox().padded(0.12)
     for path in paths:
         path.parent.mkdir(exist_ok=True)

@@ -120,7 +120,7 @@ def page(folder: Path, out: Path) -> str:
     return text.split("### Accuracy of the personalised models (PM)")[1].split("\n##")[0]
 
 
-def test_the_report_says_so(write: Write, line: Any, tmp_path: Path) -> None:
+def test_the_report_says_so(write: Write, line: Any, tmp_path: Path, sketched: None) -> None:
     for seed, each in enumerate((FOUR, OTHER)):
         folder = solo(write, line, seed, each)
         write("fedavg", seed, [None], rows=[measured(line, 0, each)], protocol={"rounds": 100},
@@ -136,7 +136,7 @@ def test_the_report_says_so(write: Write, line: Any, tmp_path: Path) -> None:
     assert "± 11.16" in shown and "± of SOLO: sd over the parties of one run, n, its mean over 2 seeds" in shown
 
 
-def test_one_run_says_one_run(write: Write, line: Any, tmp_path: Path) -> None:
+def test_one_run_says_one_run(write: Write, line: Any, tmp_path: Path, sketched: None) -> None:
     text = page(solo(write, line, 0, FOUR), tmp_path / "out")
     assert "67.50 ± 13.01" in text
     assert "± of SOLO: sd over the parties of one run, n. " in text and "One seed" not in text

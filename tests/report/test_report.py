@@ -40,17 +40,25 @@ def section(text: str, heading: str) -> str:
     return text.split(f"### {heading}")[1].split("\n##")[0]
 
 
-def test_whole_report(study: Path, tmp_path: Path) -> None:
-    page = report([study], tmp_path / "out", title="A study", command="protofl compare `x`")
-    text = markdown(page)
-    assert page.name == "index.html" and "left out" not in text
-    made = files(tmp_path / "out")
+@pytest.fixture(scope="module")
+def whole(writers: Any, tmp_path_factory: pytest.TempPathFactory) -> Path:
+    """The report of six methods x three seeds."""
+    folder = tmp_path_factory.mktemp("whole")
+    study, out = writers[0](folder / "study", rounds=12), folder / "out"
+    assert report([study], out, title="A study", command="protofl compare `x`") == out / "index.html"
+    return out
+
+
+def test_whole_report(whole: Path) -> None:
+    text = markdown(whole / "index.html")
+    assert "left out" not in text
+    made = files(whole)
     for name in ("figures/curves.png", "figures/terms.png", "figures/split.png", "figures/prototypes.png"):
         assert made[name].startswith(b"\x89PNG") and f"]({name})" in text
         assert b"Software" not in made[name] and b"tIME" not in made[name]
     for name in made:
         if name.endswith(".csv"):
-            assert len(pd.read_csv(tmp_path / "out" / name, dtype=str)) > 0 and f"({name})" in text
+            assert len(pd.read_csv(whole / name, dtype=str)) > 0 and f"({name})" in text
     assert "    protofl compare `x`" in text
     assert "±: sd over 3 seeds, n-1" in text
     assert "Chance level: 10.00 (1 of 10 classes)" in text
@@ -62,19 +70,15 @@ def test_whole_report(study: Path, tmp_path: Path) -> None:
     assert top[1].startswith("**") and top[2].startswith("**") and not top[3].startswith("**")
     assert "network | exemplar | fused" in section(text, "Other readings of the global model")
     # the numbers of the page are those of the file by run
-    by_run = pd.read_csv(tmp_path / "out" / "data" / "runs.csv")
+    by_run = pd.read_csv(whole / "data" / "runs.csv")
     mine = by_run[(by_run.label == "FedProx") & (by_run.metric == "gm") & (by_run.rule == "last")]["value"]
     assert cells(global_models, "FedProx")[1] == f"{100 * mine.mean():.2f} ± {100 * mine.std(ddof=1):.2f}"
 
 
-def test_same_bytes_twice(study: Path, tmp_path: Path) -> None:
-    report([study], tmp_path / "a" / "out", title="t", command="c")
-    report(runs([study]), tmp_path / "b" / "out", title="t", command="c")
-    first, second = files(tmp_path / "a" / "out"), files(tmp_path / "b" / "out")
-    for made in (first, second):
-        for name in ("README.md", "index.html", "tables/runs.csv", "tables/runs.tex"):
-            made[name] = made[name].replace(b"../../", b"")
-    assert first == second
+def test_same_bytes_twice(whole: Path) -> None:
+    again = whole.with_name("again")
+    report(runs([whole.with_name("study")]), again, title="A study", command="protofl compare `x`")
+    assert files(again) == files(whole)
 
 
 def test_mixed_states(write: Write, line: Any, tmp_path: Path) -> None:
@@ -140,7 +144,7 @@ def test_escape() -> None:
     assert escape("a|b\r\n`c` <d> & \x00e") == "a\\|b \\`c\\` &lt;d&gt; &amp; e"
 
 
-def test_several_settings_have_their_own_pictures(write: Write, tmp_path: Path) -> None:
+def test_several_settings_have_their_own_pictures(write: Write, tmp_path: Path, sketched: None) -> None:
     for beta in (0.1, 0.5):
         folder = write("fedavg", 0, protocol={"beta": beta})
     text = markdown(report(folder.parent, tmp_path / "out", title="t"))
@@ -148,7 +152,7 @@ def test_several_settings_have_their_own_pictures(write: Write, tmp_path: Path) 
     assert {f"figures/{n}-{i}.png" for n in ("curves", "split") for i in (1, 2)} <= set(files(tmp_path / "out"))
 
 
-def test_personal_only(write: Write, line: Any, tmp_path: Path) -> None:
+def test_personal_only(write: Write, line: Any, tmp_path: Path, sketched: None) -> None:
     pm = {"pm_v": 0.8, "pm_l": 0.9, "pm_uniform": 0.4, "pm_v_std": 0.1, "pm_v_worst10": 0.5}
     rows = [line(0, None, [0, 1], gm_scores={}, pm_clients=9, pm_skipped=1, **pm)]
     folder = write("fedproto", 0, (None,), rows=rows)
@@ -161,7 +165,7 @@ def test_personal_only(write: Write, line: Any, tmp_path: Path) -> None:
     assert "FedAvg" not in personal and "not defined" in text
 
 
-def test_unlike_partners_are_named(write: Write, tmp_path: Path, line: Any) -> None:
+def test_unlike_partners_are_named(write: Write, tmp_path: Path, line: Any, sketched: None) -> None:
     write("fedavg", 0, (0.5,), rows=[line(0, 0.5, [0, 1])])
     folder = write("fedprox", 0, (0.5,), rows=[line(0, 0.5, [0, 2])])
     text = markdown(report(folder.parent, tmp_path / "out", title="t"))
@@ -182,7 +186,7 @@ def test_tsne_of_equal_points() -> None:
     assert geometry.embed(np.arange(10.0)[:, None])[1] == "PCA"
 
 
-def test_prototypes_not_finite(write: Write, prototypes: Callable[..., None], tmp_path: Path) -> None:
+def test_prototypes_not_finite(write: Write, prototypes: Callable[..., None], tmp_path: Path, sketched: None) -> None:
     prototypes(write("fedproc", 0), 1)
     bad = write("fednh", 0)
     (bad / "prototypes").mkdir()
@@ -232,13 +236,9 @@ def test_no_torch_and_no_matplotlib_on_import() -> None:
     subprocess.run([sys.executable, "-c", code], check=True)
 
 
-@pytest.mark.parametrize("display", [None, "localhost:64.0"])
-def test_without_a_display(write: Write, tmp_path: Path, display: str | None) -> None:
+def test_without_a_display(write: Write, tmp_path: Path) -> None:
     folder = write("fedavg", 0)
-    env = {**os.environ, "MPLBACKEND": "TkAgg", "HOME": str(tmp_path / "nowhere")}
-    env.pop("DISPLAY", None)
-    if display is not None:
-        env["DISPLAY"] = display
+    env = {**os.environ, "MPLBACKEND": "TkAgg", "HOME": str(tmp_path / "nowhere"), "DISPLAY": "localhost:64.0"}
     code = (
         "import sys; from pathlib import Path; from protofl.report import report;"
         "page = report(sys.argv[1], Path(sys.argv[2]), title='t');"
@@ -250,7 +250,7 @@ def test_without_a_display(write: Write, tmp_path: Path, display: str | None) ->
     assert (tmp_path / "out" / "figures" / "curves.png").read_bytes().startswith(b"\x89PNG")
 
 
-def test_a_budget_of_its_own_is_told(write: Write, tmp_path: Path, line: Any) -> None:
+def test_a_budget_of_its_own_is_told(write: Write, tmp_path: Path, line: Any, sketched: None) -> None:
     """A method that plays fewer rounds with other clients is whole, and no unlike partner."""
     write("fedavg", 0, (0.5, 0.6), rows=[line(0, 0.5, [0, 1]), line(1, 0.6, [1, 2])])
     rows = [line(0, None, [0, 1, 2], gm_scores={}, pm_v=0.5, pm_clients=3, pm_skipped=0)]
