@@ -6,14 +6,14 @@ import statistics
 from collections.abc import Mapping, Sequence
 from typing import NamedTuple
 
-from . import describe, stats, tables
+from . import describe, frames, stats
 from .blocks import Block, Cell, Heading, Table
 from .content import Report
 from .groups import Entry, Setting
 from .markdown import escape
 from .read import Run
 from .sections import number_cell
-from .select import Row, Rule, last, mean, undefined, value
+from .select import Rule, last, mean, undefined, value
 from .tables import MISSING, UNDEFINED
 
 METRICS = {"gm": "GM", "pm_v": "PM(V)"}
@@ -200,29 +200,14 @@ class Reached(NamedTuple):
 
 def reached(entry: Entry, run: Run, target: float) -> Reached | None:
     """The first evaluated round with a GM of the target (a share of 1) or more, and the spending until then; None: never."""
-    spent: list[Row] = []
-    for row in entry.rows(run):
-        spent.append(row)
-        if isinstance(final := row.get("final"), dict):
-            spent.append(final)  # the exchange after the last round comes before its evaluation
+    rows = entry.rows(run)
+    spent = frames.spent(rows)
+    for row in rows:
         gm = value(row, "gm") if row["round"] >= 0 else None
         if gm is not None and gm >= target - SAME:
-            return Reached(row["round"] + 1, _megabytes(spent), _seconds(spent))
+            until = spent[row["round"]]
+            return Reached(row["round"] + 1, until["mb"], until["seconds"])
     return None
-
-
-def _megabytes(rows: Sequence[Row]) -> float | None:
-    """All that was sent and received; None if a part was not recorded."""
-    names = ("bytes_down", "bytes_up", "bytes_once")
-    known = [v for n in names if (v := tables.total(rows, n)) is not None]
-    return sum(known) / 1e6 if len(known) == len(names) else None
-
-
-def _seconds(rows: Sequence[Row]) -> float | None:
-    """Training, prototype pass and aggregation; None if nothing of it was recorded."""
-    told = [r.get("seconds", {}) for r in rows]
-    known = [v for part in ("train", "prototype", "aggregate") if (v := tables.total(told, part)) is not None]
-    return sum(known) if known else None
 
 
 def target(made: Report, s: Setting, wanted: float | None = None, base: str | None = None) -> list[Block]:

@@ -84,7 +84,7 @@ def what_was_run(s: Setting) -> str:
         "Of its own": _adapted(s),
         "Seeds": escape(", ".join(map(str, s.seeds))),
         "Not as by default": _changed(s),
-        "Checks": _checks(s),
+        "Checks": checks(s),
     }
     return "\n".join(f"* **{name}**: {line}" for name, line in lines.items() if line)
 
@@ -177,17 +177,13 @@ def _changed(s: Setting) -> str:
     return ", ".join(f"{escape(n)} = {escape(text(p[n]))}" for n in names)
 
 
-def _checks(s: Setting) -> str:
+def checks(s: Setting) -> str:
     """Whether what must be the same for all methods of a seed is the same."""
-    good = [name for name, verdict in _verdicts(s).items() if verdict is True]
+    verdicts = _verdicts(s)
+    good = [name for name, verdict in verdicts.items() if verdict is True]
     parts = [f"the same for all methods of a seed: {', '.join(good)}"] if good else []
-    bad = unlike(s)
+    bad = [name for name, verdict in verdicts.items() if verdict is False]
     return "; ".join([*parts, *([f"**not the same for all methods of a seed: {', '.join(bad)}**"] if bad else [])])
-
-
-def unlike(s: Setting) -> list[str]:
-    """What should be the same for all methods of a seed and is not."""
-    return [name for name, verdict in _verdicts(s).items() if verdict is False]
 
 
 def _verdicts(s: Setting) -> dict[str, bool | None]:

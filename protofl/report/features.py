@@ -16,7 +16,7 @@ import pandas as pd
 from .frames import class_name
 from .geometry import MOST, WHO, embed, readable, thin, usable, who
 from .groups import Entry, Setting
-from .read import Array, Prototypes, Run, arrays, stored
+from .read import Array, Prototypes, Run, made_of, stored
 from .tables import frame, total
 
 COLUMNS = [*WHO, "model", "projection", "kind", "client", "class", "class_id", "right", "x", "y"]
@@ -30,6 +30,8 @@ METHODS = 3
 
 GLOBAL = "global"
 CLIENT = re.compile(r"client-(\d+)")
+SAYS = ("predicted", "network_predicted")
+"""Kinds of stored predictions."""
 
 
 @dataclass(frozen=True, eq=False)
@@ -41,17 +43,13 @@ class Stage:
     encoded: Array | None
     """The encoder's output [n, q], where it is not z."""
     predicted: Array | None
-    """Class ids [n]."""
+    """Class ids [n], by the method's scores."""
+    network: Array | None
+    """Class ids [n], by the network's own output layer: what the models before and after a server's step share."""
 
     def of_width(self, width: int) -> Array | None:
         """The features with as many columns as prototypes have: the encoder's where both do."""
         return next((v for v in (self.encoded, self.z) if v is not None and v.shape[1] == width), None)
-
-    def right(self, labels: Array, at: Array) -> list[bool | None]:
-        """Whether the predictions of some samples are right; None where they are not recorded."""
-        if self.predicted is None:
-            return [None] * len(at)
-        return [bool(r) for r in (self.predicted == labels)[at]]
 
 
 @dataclass(frozen=True, eq=False)
@@ -108,13 +106,7 @@ def shown(setting: Setting) -> tuple[list[Shown], list[str]]:
 
 def read(run: Run) -> tuple[list[Features], list[str]]:
     """The features of every stored round, ascending, and why files are passed over."""
-    made, problems = [], []
-    for t, path in stored(run.path / "features").items():
-        try:
-            made.append(_features(t, arrays(path)))
-        except ValueError:
-            problems.append(f"features/{path.name} cannot be read")
-    return made, problems
+    return made_of(stored(run.path / "features"), _features)
 
 
 def _features(t: int, given: Mapping[str, Array]) -> Features:
@@ -142,11 +134,13 @@ def _samples(given: Mapping[str, Array], part: str, client: str = "") -> Samples
 
 
 def _stage(given: Mapping[str, Array], part: str, model: str, n: int) -> Stage:
-    encoded, predicted = f"{part}_encoded{model}", f"{part}_predicted{model}"
+    encoded = f"{part}_encoded{model}"
+    predicted = {kind: _ids(given, name, n) for kind in SAYS if (name := f"{part}_{kind}{model}") in given}
     return Stage(
         _points(given, f"{part}{model}", n),
         _points(given, encoded, n) if encoded in given else None,
-        _ids(given, predicted, n) if predicted in given else None,
+        predicted.get("predicted"),
+        predicted.get("network_predicted", predicted.get("predicted")),
     )
 
 
@@ -193,7 +187,7 @@ def methods(setting: Setting, found: Sequence[Shown]) -> tuple[pd.DataFrame, lis
         if len(at) < 2:
             notes.append(f"{x.entry.label}: {len(at)} test image(s), too few for a picture")
             continue
-        rows += _rows(setting, x, x.last.round, name, [(None, samples, at)])
+        rows += _rows(setting, x, x.last.round, name, [(None, samples, at, samples.stages[name].predicted)])
     return frame(rows, COLUMNS), list(dict.fromkeys(notes))
 
 
@@ -210,14 +204,17 @@ def _models(found: Sequence[Shown]) -> list[tuple[Shown, str]]:
     return out
 
 
-def _rows(
-    setting: Setting, x: Shown, t: int, model: str, picked: Sequence[tuple[int | None, Samples, Array]]
-) -> Iterator[dict[str, Any]]:
+Picked = tuple[int | None, Samples, Array, Array | None]
+"""A client, its samples, which of them are shown, and predictions for all of them."""
+
+
+def _rows(setting: Setting, x: Shown, t: int, model: str, picked: Sequence[Picked]) -> Iterator[dict[str, Any]]:
     """The points of some samples, by client where they are a client's, in one projection."""
-    plane, projection = embed(np.concatenate([samples.stages[model].z[at] for _, samples, at in picked]))
+    plane, projection = embed(np.concatenate([samples.stages[model].z[at] for _, samples, at, _ in picked]))
     places = iter(plane.tolist())
-    for client, samples, at in picked:
-        for c, right in zip(samples.labels[at].tolist(), samples.stages[model].right(samples.labels, at)):
+    for client, samples, at, told in picked:
+        for i in at.tolist():
+            c = int(samples.labels[i])
             px, py = next(places)
             yield {
                 **who(setting, x.entry, x.run, t),
@@ -227,7 +224,7 @@ def _rows(
                 "client": client,
                 "class": class_name(x.run, c),
                 "class_id": c,
-                "right": right,
+                "right": None if told is None else bool(told[i] == c),
                 "x": px,
                 "y": py,
             }
@@ -323,14 +320,14 @@ def _before(x: Shown) -> str | None:
 
 
 def _pooled(own: Features, model: str) -> list[tuple[int, Samples]]:
-    """The clients whose training samples went through a model, with its predictions."""
-    return [(i, s) for i, s in own.train.items() if model in s.stages and s.stages[model].predicted is not None]
+    """The clients whose training samples went through a model, with what its network says of them."""
+    return [(i, s) for i, s in own.train.items() if model in s.stages and s.stages[model].network is not None]
 
 
 def _pair(pooled: Sequence[tuple[int, Samples]], model: str) -> tuple[int, int] | None:
     """The two classes with most samples of one taken for the other; None where there is no such sample."""
     labels = np.concatenate([samples.labels for _, samples in pooled])
-    told = np.concatenate([samples.stages[model].predicted for _, samples in pooled])  # type: ignore[misc]
+    told = np.concatenate([samples.stages[model].network for _, samples in pooled])  # type: ignore[misc]
     counts: dict[tuple[int, int], int] = {}
     for a, b in zip(labels.tolist(), told.tolist()):
         if a != b and b in labels:
@@ -342,9 +339,9 @@ def _pair(pooled: Sequence[tuple[int, Samples]], model: str) -> tuple[int, int] 
 def _two(setting: Setting, x: Shown, own: Features, model: str, pair: tuple[int, int]) -> Iterator[dict[str, Any]]:
     """The points of two classes of all pictured clients in one plane."""
     pooled = _pooled(own, model)
-    picked: list[tuple[int | None, Samples, Array]] = []
+    picked: list[Picked] = []
     for client, samples in pooled:
         mine = np.flatnonzero(np.isin(samples.labels, pair))
-        picked.append((client, samples, mine[thin(len(mine), MOST // len(pooled))]))
-    if sum(len(at) for _, _, at in picked) > 1:
+        picked.append((client, samples, mine[thin(len(mine), MOST // len(pooled))], samples.stages[model].network))
+    if sum(len(at) for _, _, at, _ in picked) > 1:
         yield from _rows(setting, x, own.round, model, picked)

@@ -59,25 +59,27 @@ def _bill(entry: Entry) -> dict[int, dict[str, float | None]]:
 
 
 def spent(rows: Sequence[Row]) -> dict[int, dict[str, float | None]]:
-    """Round -> what a run has spent when the round is evaluated (see `budget`); None: nothing of it is recorded."""
+    """Round -> what a run has spent when the round is evaluated (see `budget`); None: a part of it is not recorded."""
     total: dict[str, float] = {}
     made = {}
     for row in rows:
-        for part in (row, row.get("final")):
-            if isinstance(part, dict):
-                _add(total, part)
-        made[row["round"]] = {n: total[n] / unit if n in total else None for n, (unit, _) in SPENT.items()}
+        for bill in (row, row.get("final")):
+            if isinstance(bill, dict):
+                _add(total, bill)
+        made[row["round"]] = {
+            name: sum(total[p] for p in parts) / unit if all(p in total for p in parts) else None
+            for name, (unit, parts) in SPENT.items()
+        }
     return made
 
 
 def _add(total: dict[str, float], row: Row) -> None:
-    """Add what a row was billed."""
+    """Add what a row was billed, by part."""
     seconds = row.get("seconds")
     told = {**row, **seconds} if isinstance(seconds, dict) else row
-    for name, (_, parts) in SPENT.items():
-        known = [v for part in parts if (v := number(told.get(part))) is not None]
-        if known:
-            total[name] = total.get(name, 0.0) + sum(known)
+    for part in (p for _, parts in SPENT.values() for p in parts):
+        if (v := number(told.get(part))) is not None:
+            total[part] = total.get(part, 0.0) + v
 
 
 def terms(made: Sequence[Setting]) -> pd.DataFrame:
@@ -95,7 +97,7 @@ def _over_rounds(
 ) -> pd.DataFrame:
     return frame(
         (
-            {**_who(s, e), "metric": name, **point}
+            {**whose(s, e), "metric": name, **point}
             for s in made
             for e in s.entries
             if e.drawn
@@ -106,7 +108,7 @@ def _over_rounds(
     )
 
 
-def _who(setting: Setting, entry: Entry) -> dict[str, Any]:
+def whose(setting: Setting, entry: Entry) -> dict[str, Any]:
     """Whose point it is, and what became of the runs behind it."""
     return {
         "setting": setting.number,

@@ -13,7 +13,7 @@ from typing import Any
 import numpy as np
 import pandas as pd
 
-from .frames import CURVES
+from .frames import CURVES, whose
 from .geometry import client_means, usable
 from .groups import Entry, Setting
 from .read import Prototypes
@@ -120,11 +120,7 @@ def _of_entry(setting: Setting, entry: Entry) -> Iterator[dict[str, Any]]:
             for name, value in values.items():
                 if value is not None:
                     yield {
-                        "setting": setting.number,
-                        "method": entry.method,
-                        "label": entry.label,
-                        "variant": entry.variant,
-                        "fate": entry.drawn[0].status,
+                        **whose(setting, entry),
                         "runs": len(entry.drawn),
                         "seed": run.seed,
                         "metric": name,

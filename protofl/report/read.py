@@ -8,10 +8,10 @@ import os
 import re
 import zipfile
 import zlib
-from collections.abc import Iterator, Mapping, Sequence
+from collections.abc import Callable, Iterator, Mapping, Sequence
 from dataclasses import dataclass, field
 from pathlib import Path
-from typing import Any
+from typing import Any, TypeVar
 
 import numpy as np
 import numpy.typing as npt
@@ -91,12 +91,12 @@ class Run:
 
     def prototypes(self) -> tuple[Prototypes | None, str]:
         """The prototypes of the last stored round (None: there are none), and why they cannot be read."""
-        made, problems = _all_prototypes(list(stored(self.path / "prototypes").items())[-1:])
+        made, problems = made_of(dict(list(stored(self.path / "prototypes").items())[-1:]), _prototypes)
         return (made[0] if made else None), "".join(problems)
 
     def all_prototypes(self) -> tuple[list[Prototypes], list[str]]:
         """The prototypes of every stored round, ascending, and which files cannot be read."""
-        return _all_prototypes(list(stored(self.path / "prototypes").items()))
+        return made_of(stored(self.path / "prototypes"), _prototypes)
 
 
 _ROUND = re.compile(r"round-(\d+)\.npz")
@@ -308,14 +308,17 @@ def _status(summary: Document, done: bool, rounds: Sequence[Document], total: in
     return FINISHED, ""
 
 
-def _all_prototypes(files: Sequence[tuple[int, Path]]) -> tuple[list[Prototypes], list[str]]:
-    """The prototypes of files that can be read, and which cannot."""
+T = TypeVar("T")
+
+
+def made_of(files: Mapping[int, Path], make: Callable[[int, Mapping[str, Array]], T]) -> tuple[list[T], list[str]]:
+    """What is made of the arrays of files, by round, and which of them cannot be read."""
     made, problems = [], []
-    for t, path in files:
+    for t, path in files.items():
         try:
-            made.append(_prototypes(t, arrays(path)))
+            made.append(make(t, arrays(path)))
         except ValueError:
-            problems.append(f"{path.name} cannot be read")
+            problems.append(f"{path.parent.name}/{path.name} cannot be read")
     return made, problems
 
 

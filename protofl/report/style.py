@@ -30,7 +30,14 @@ COLOURS = {
 OTHERS = ("#a6761d", "#6a3d9a", "#1b7837", "#c51b7d", "#2166ac", "#b2182b", "#35978f", "#8c510a")
 """For methods that are not in the table, by a hash of the name."""
 
-DASHES: tuple[Any, ...] = ("-", (0, (5, 2)), (0, (1, 1.4)), (0, (5, 2, 1, 2)))
+DASHES: tuple[Any, ...] = (
+    "-",
+    (0, (5, 2)),
+    (0, (1, 1.4)),
+    (0, (5, 2, 1, 2)),
+    (0, (9, 3)),
+    (0, (4, 1.5, 1, 1.5, 1, 1.5)),
+)
 """Line styles by set of options of the same method."""
 
 CLASSES = (

@@ -59,8 +59,8 @@ def _outcome(made: Report, s: Setting) -> list[str]:
     """Who is ahead by how much, beside the spread over seeds; and what speaks against reading more into it."""
     told = [line for metric in KINDS if (line := _ahead(made, s, metric))]
     told += [_single(s)] if told else []
-    if unlike := describe.unlike(s):
-        told.append(f"**Not the same for all methods of a seed: {', '.join(unlike)}**.")
+    if checked := describe.checks(s):
+        told.append(f"Checked: {checked}.")
     where = f"Setting {s.number}. " if len(made.settings) > 1 else ""
     return [where + line for line in told if line]
 

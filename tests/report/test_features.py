@@ -333,6 +333,24 @@ def test_most_confused_pair_by_hand(write: Write) -> None:
     assert before["right"].tolist() == [False, False, True, True, True, False]
 
 
+def test_before_and_after_are_the_networks_own_words(write: Write) -> None:
+    """A method's scores may be others than its network's: they cannot be set beside the network before the step."""
+    folder = write("fedcspc")
+    labels = [2, 2, 5, 5]
+    told = predictions(labels, [5, 2, 5, 5], 1, "averaged") | predictions(labels, labels, 1, "global")
+    told |= {"train_network_predicted:1:global": np.array([5, 5, 5, 5])}
+    told |= {"test_network_predicted:global": np.zeros(120, np.int64)}
+    write_features(folder, 0, stages=("averaged", "global"), clients=(1,), samples=4, **told)
+    setting, found = shown(folder)
+    tidy, _ = features.confusable(setting, found)
+    assert tidy[tidy["model"] == "averaged"]["right"].tolist() == [False, True, True, True]
+    assert tidy[tidy["model"] == "global"]["right"].tolist() == [False, False, True, True]
+    tests, _ = features.methods(setting, found)
+    own = found[0].last.test
+    shares = tests[tests["model"] == "global"]["right"].mean(), (own.stages["global"].predicted == own.labels).mean()
+    assert shares[0] == shares[1]
+
+
 def test_ties_go_to_the_lower_classes(write: Write) -> None:
     folder = write("fedcspc")
     told = predictions([7, 8, 0, 4, 1], [8, 8, 4, 4, 1], 1, "averaged")

@@ -222,7 +222,7 @@ def test_damaged_rounds_are_passed_over(write: Write, tmp_path: Path) -> None:
     (folder / "prototypes" / "round-00004.npz").mkdir()
     text = section(tmp_path / "out", folder)
     for t in (1, 2, 3, 4):
-        assert text.count(f"*FedProc, seed 0: round-0000{t}.npz cannot be read.*") == 1
+        assert text.count(f"*FedProc, seed 0: prototypes/round-0000{t}.npz cannot be read.*") == 1
     assert "](figures/prototypes.png)" in text and "left out:" not in text
 
 
@@ -232,7 +232,7 @@ def test_next_seed_where_the_first_cannot_be_read(write: Write) -> None:
     (folders[0] / "prototypes" / "round-00000.npz").write_bytes(b"")
     store(folders[1], 0, values=[[0, 0], [1, 0]], has=[True, True])
     tidy, notes = geometry.prototypes(settings(*folders))
-    assert set(tidy["seed"]) == {1} and notes == ["FedProc, seed 0: round-00000.npz cannot be read"]
+    assert set(tidy["seed"]) == {1} and notes == ["FedProc, seed 0: prototypes/round-00000.npz cannot be read"]
 
 
 def test_thinning_is_told_once(write: Write) -> None:

@@ -113,7 +113,7 @@ def test_last_prototypes(write: Write, prototypes: Callable[..., None]) -> None:
     found, problem = read.read(folder).prototypes()
     assert found is not None and (found.round, problem) == (10, "")
     (folder / "prototypes" / "round-00011.npz").write_bytes(b"PK rubbish")
-    assert read.read(folder).prototypes() == (None, "round-00011.npz cannot be read")
+    assert read.read(folder).prototypes() == (None, "prototypes/round-00011.npz cannot be read")
     np.savez(folder / "prototypes" / "round-00012.npz", values=np.zeros((3, 2)), has=np.ones(4, bool))
     assert "cannot be read" in read.read(folder).prototypes()[1]
     np.savez(folder / "prototypes" / "round-00013.npz", values=np.array([{}], dtype=object))

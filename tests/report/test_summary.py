@@ -39,6 +39,9 @@ def row(blocks: Sequence[Block], label: str) -> Sequence[Cell]:
     return next(cells for cells in table.rows if cells[0].text == label)
 
 
+SAME = "Checked: the same for all methods of a seed: split, initial weights (of networks of one size), drawn clients."
+
+
 def test_hand_computed(write: Write, made: Made) -> None:
     # FedAvg 0.5, 0.54 -> 52.00, sd 0.04 / sqrt 2 = 2.83; FedProc 0.7, 0.72 -> 71.00, sd 1.41; 19.00 apart
     for method, ends in {"fedavg": (0.5, 0.54), "fedproc": (0.7, 0.72)}.items():
@@ -49,6 +52,7 @@ def test_hand_computed(write: Write, made: Made) -> None:
         "4 runs: 2 methods, 1 setting, 2 seeds. Headline of the global model (GM): last round.",
         "Highest GM: FedProc, 71.00 ± 1.41 % (n = 2), 19.00 points above FedAvg "
         "(more than the larger of their standard deviations over seeds).",
+        SAME,
     ]
     assert list(table.heads) == ["method", "GM"]
     assert row([table], "FedAvg")[1] == Cell("52.00 ± 2.83", 0.52)
@@ -124,6 +128,7 @@ def test_mixed_states(write: Write, made: Made, tmp_path: Path) -> None:
     assert lines[1:] == [
         "Highest GM: FedProc, 60.00 % (n = 1), 8.00 points above FedAvg.",
         "One seed only (FedProc, MOON): nothing tells how much of a difference is chance.",
+        SAME,
         "**Not finished: 1 damaged, 1 diverged, 1 failed, 1 unfinished**; the list of runs below says which and why.",
     ]
     assert lines[0].startswith("7 runs: 5 methods, 1 setting, 2 seeds.")
@@ -150,8 +155,10 @@ def test_settings_are_columns(write: Write, made: Made) -> None:
     assert lines[1:] == [
         "Setting 1. Highest GM: FedProc, 50.00 % (n = 1), 10.00 points above FedAvg.",
         "Setting 1. One seed only: nothing tells how much of a difference is chance.",
+        f"Setting 1. {SAME}",
         "Setting 2. Highest GM: FedProc, 70.00 % (n = 1), 5.00 points above MOON.",
         "Setting 2. One seed only: nothing tells how much of a difference is chance.",
+        f"Setting 2. {SAME}",
     ]
 
 
@@ -169,7 +176,8 @@ def test_what_is_not_the_same_for_all_methods(write: Write, made: Made) -> None:
     write("fedavg", 0, [0.5], document={"network": {"name": "mlp", "w0": "a", "trained": 7}})
     write("fedproc", 0, [0.6], document={"network": {"name": "mlp", "w0": "b", "trained": 7}})
     assert parts(made())[0][-1] == (
-        "**Not the same for all methods of a seed: initial weights (of networks of one size)**."
+        "Checked: the same for all methods of a seed: split, drawn clients; "
+        "**not the same for all methods of a seed: initial weights (of networks of one size)**."
     )
 
 
