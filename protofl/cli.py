@@ -311,10 +311,15 @@ def report_(
     gradcam: Annotated[
         Text, typer.Option(help="Test images, as positions with commas, on which Grad-CAM shows where the models look.")
     ] = None,
+    formats: Annotated[str, typer.Option(help="What figures are written as, besides PNG: svg, pdf, or none.")] = "svg,pdf",
     data_dir: DataDir = None,
 ) -> None:  # fmt: skip
     """Write a report (HTML, Markdown; figures and tables as files) over stored runs."""
-    from .report import read, report, tables
+    from .report import figures, read, report, tables
+
+    also = [] if formats == "none" else [name.strip() for name in formats.split(",")]
+    if unknown := [name for name in also if name not in figures.VECTOR]:
+        raise UserError(f"--formats: no {unknown[0]!r}; svg, pdf, both with a comma, or none")
 
     stored = read.runs(folders or [Path("results")])
     goal = _percent(target)
@@ -325,7 +330,7 @@ def report_(
         )
     if gradcam is not None:
         _look(stored, gradcam, data_dir)
-    page = report(stored, to, title="protofl report", command=_command(), baseline=baseline, target=goal)
+    page = report(stored, to, title="protofl report", command=_command(), baseline=baseline, target=goal, formats=also)
     out.print(tables.terminal(stored))
     out.print(f"report: {page}", highlight=False, soft_wrap=True)
 

@@ -104,6 +104,11 @@ def test_report_and_eval_of_stored_runs(table: tuple[Path, str]) -> None:
     folder, _ = table
     protofl("report", "results", "--out", "page", cwd=folder)
     assert (folder / "page/README.md").stat().st_size > 1000
+    for wrong in ("gif", "svg,gif", ""):
+        said = protofl("report", "results", "--out", "other", "--formats", wrong, cwd=folder, code=2)
+        assert "--formats" in said and not (folder / "other").exists()
+    protofl("report", "results", "--out", "other", "--formats", "none", cwd=folder)
+    assert {path.suffix for path in (folder / "other/figures").iterdir()} == {".png", ".csv"}
     run = next((folder / "results").glob("*/*"))
     assert "DIFFERS" not in protofl("eval", run, cwd=folder)
 

@@ -67,6 +67,8 @@ class Figure:
     caption: str
     digests: Sequence[str] = field(default=())
     """The runs behind it."""
+    formats: Sequence[str] = ("svg", "pdf")
+    """What it is written as, besides PNG."""
 
 
 Block = Heading | Text | Code | Table | Figure

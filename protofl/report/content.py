@@ -35,6 +35,7 @@ class Report:
     out: Path
     baseline: str | None = None
     target: float | None = None
+    formats: Sequence[str] = figures.VECTOR
     settings: list[Setting] = field(init=False)
     data: dict[str, pd.DataFrame] = field(init=False)
 
@@ -66,11 +67,11 @@ class Report:
         name = self.name(name, setting)
         try:
             with figures.one_style():
-                figures.save(draw(data), *(self.out / "figures" / f"{name}.{kind}" for kind in figures.FORMATS))
+                figures.save(draw(data), *(self.out / "figures" / f"{name}.{kind}" for kind in ("png", *self.formats)))
         except Exception as error:
             return Text(f"*Figure {escape(name)} left out: {escape(type(error).__name__)}: {escape(error)}*")
         self._write(data, self.out / "figures" / f"{name}.csv")
-        return Figure(name, alt, caption, [run.digest for run in runs])
+        return Figure(name, alt, caption, [run.digest for run in runs], self.formats)
 
     def table(self, table: Table) -> Table:
         """Store a table as CSV and LaTeX."""

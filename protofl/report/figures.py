@@ -45,6 +45,9 @@ def one_style() -> Iterator[None]:
         yield
 
 
+VECTOR = ("svg", "pdf")
+"""What figures are written as, besides PNG, where nothing else is asked for."""
+
 FORMATS: dict[str, dict[str, Any]] = {
     "png": {"Software": None},
     "svg": {"Date": None, "Creator": None},
@@ -61,6 +64,16 @@ def save(figure: Figure, *paths: Path) -> None:
     for path in paths:
         path.parent.mkdir(exist_ok=True)
         figure.savefig(path, metadata=FORMATS[path.suffix[1:]], bbox_inches=frame)
+        if path.suffix == ".png":
+            _few_colours(path)
+
+
+def _few_colours(path: Path) -> None:
+    """256 colours are enough for lines, marks and letters, in a third of the bytes."""
+    from PIL import Image
+
+    with Image.open(path) as full:
+        full.convert("RGB").quantize(256, Image.Quantize.MEDIANCUT, dither=Image.Dither.NONE).save(path, optimize=True)
 
 
 def blank(width: float, height: float, rows: int = 1, columns: int = 1, **grid: Any) -> tuple[Figure, list[Axes]]:

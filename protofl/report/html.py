@@ -66,9 +66,7 @@ def _sha256(text: str) -> str:
 
 def _source(figure: Figure, out: Path) -> str:
     """The picture itself: as SVG, or as PNG where that is too large."""
-    stem = out / "figures" / figure.name
-    drawn = stem.with_name(f"{figure.name}.svg").read_bytes()
-    kind = "svg+xml"
-    if len(drawn) > LARGEST:
-        drawn, kind = stem.with_name(f"{figure.name}.png").read_bytes(), "png"
-    return f"data:image/{kind};base64,{base64.b64encode(drawn).decode()}"
+    svg, png = (out / "figures" / f"{figure.name}.{kind}" for kind in ("svg", "png"))
+    small = "svg" in figure.formats and svg.stat().st_size <= LARGEST
+    drawn, kind = (svg, "svg+xml") if small else (png, "png")
+    return f"data:image/{kind};base64,{base64.b64encode(drawn.read_bytes()).decode()}"

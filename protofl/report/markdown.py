@@ -35,8 +35,8 @@ def _block(block: Block) -> str:
             return "    " + one_line(text)
         case Table():
             return _table(block)
-        case Figure(name, alt, caption):
-            others = ", ".join(f"[{kind}](figures/{name}.{kind})" for kind in ("svg", "pdf", "csv"))
+        case Figure(name, alt, caption, _, formats):
+            others = ", ".join(f"[{kind}](figures/{name}.{kind})" for kind in (*formats, "csv"))
             return f"![{escape(alt)}](figures/{name}.png)\n\n{caption} ({others})"
 
 

@@ -3,11 +3,11 @@
 from __future__ import annotations
 
 import os
-from collections.abc import Iterable
+from collections.abc import Iterable, Sequence
 from pathlib import Path
 
 from ..errors import UserError
-from . import comparison, describe, html, looks, markdown, papers, pictures, sections, summary, sweeps, tables
+from . import comparison, describe, figures, html, looks, markdown, papers, pictures, sections, summary, sweeps, tables
 from .blocks import Block, Cell, Code, Heading, Table, Text
 from .content import DATA, Report
 from .groups import Setting
@@ -19,20 +19,20 @@ Given = Run | Path | str
 
 def report(
     runs: Given | Iterable[Given], out: Path | str, *, title: str, command: str | None = None,
-    baseline: str | None = None, target: float | None = None,
+    baseline: str | None = None, target: float | None = None, formats: Sequence[str] = figures.VECTOR,
 ) -> Path:  # fmt: skip
     """Write `out`/README.md and index.html with their figures, tables and data, and return the latter's path.
 
     `runs`: runs, or folders with runs (one, or a sequence of them). `command`: the command line to be quoted. `baseline`:
     the method that others are compared with (default: FedAvg, else the first); `target`: a GM, as a share of 1, whose cost
-    is told (default: the baseline's).
+    is told (default: the baseline's). `formats`: what figures are written as, besides PNG: "svg", "pdf".
     The same records give the same bytes.
     """
     found = _runs(runs)
     out = Path(out)
     try:
         out.mkdir(parents=True, exist_ok=True)
-        blocks = _blocks(Report(found, out, baseline, target), title, command)
+        blocks = _blocks(Report(found, out, baseline, target, formats), title, command)
         (out / "README.md").write_text(markdown.write(blocks), "utf-8", newline="\n")
         page = out / "index.html"
         page.write_text(html.write(blocks, out, command), "utf-8", newline="\n")

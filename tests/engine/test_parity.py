@@ -24,15 +24,14 @@ QUICK = {"fedcspc": {"calib_epochs": 3}, "solo": {"epochs": 3}, "creff": {"match
 
 
 def readings() -> list[tuple[str, dict[str, Any]]]:
-    """Every method with its defaults, and with every other reading of each option (of one that is a number: one)."""
+    """Every method with its defaults, and with every other reading of each option; another number takes the same path."""
     out: list[tuple[str, dict[str, Any]]] = []
     for name in registry.names():
         out.append((name, {}))
         for option, field in options.fields(registry.load(name)).items():
             others = [r for r in options.option(field).readings if r != field.default]
-            if all(isinstance(r, float | int) and not isinstance(r, bool) for r in others):
-                others = others[-1:]  # another number takes the same path
-            out += [(name, {option: r}) for r in others if option not in QUICK.get(name, {})]
+            words = [r for r in others if isinstance(r, str | bool)]
+            out += [(name, {option: r}) for r in words if option not in QUICK.get(name, {})]
     return out
 
 

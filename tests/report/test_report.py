@@ -236,6 +236,34 @@ def test_no_torch_and_no_matplotlib_on_import() -> None:
     subprocess.run([sys.executable, "-c", code], check=True)
 
 
+def test_formats_of_figures(write: Write, tmp_path: Path) -> None:
+    """What is not written is not linked, in neither form of the report; a page without SVG shows the PNG."""
+    page = report(write("fedavg", 0), tmp_path / "out", title="t", formats=("pdf",))
+    kinds = {path.suffix for path in (tmp_path / "out" / "figures").iterdir()}
+    assert kinds == {".png", ".pdf", ".csv"}
+    for text in (markdown(page), page.read_text()):
+        assert "figures/curves.pdf" in text and "figures/curves.svg" not in text
+    assert "data:image/png;base64" in page.read_text() and "data:image/svg" not in page.read_text()
+
+
+def test_few_colours_are_enough(tmp_path: Path) -> None:
+    """A PNG of 256 colours shows what matplotlib drew."""
+    from PIL import Image
+
+    from protofl.report import figures
+
+    with figures.one_style():
+        figure, (ax,) = figures.blank(3, 2)
+        ax.plot([0, 1, 3], [2, 1, 2.5], color="#d55e00", label="a line")
+        ax.legend()
+        plain, small = tmp_path / "plain.png", tmp_path / "small" / "x.png"
+        figures.save(figure, small)
+        figure.savefig(plain, bbox_inches=figure.get_tightbbox().padded(0.12))
+    a, b = (np.asarray(Image.open(path).convert("RGB")).astype(int) for path in (plain, small))
+    assert a.shape == b.shape and np.abs(a - b).mean() < 0.5 and np.abs(a - b).max() < 40
+    assert (b[0, 0] == 255).all() and small.stat().st_size < 0.6 * plain.stat().st_size
+
+
 def test_without_a_display(write: Write, tmp_path: Path) -> None:
     folder = write("fedavg", 0)
     env = {**os.environ, "MPLBACKEND": "TkAgg", "HOME": str(tmp_path / "nowhere"), "DISPLAY": "localhost:64.0"}
