@@ -27,9 +27,19 @@ def escape(text: str) -> str:
     return one_line(text).translate(_SPECIAL)
 
 
+LONG = 50
+"""Characters beyond which a cell is broken into lines."""
+
+
+def _columns(table: Table) -> str:
+    """How the columns are aligned; those with long cells share half of the page's width."""
+    long = [any(len(row[i].text) > LONG for row in table.rows) for i in range(len(table.heads))]
+    wide = rf"p{{{0.5 / max(sum(long), 1):.2f}\linewidth}}"
+    return "".join(wide if long[i] else "l" if table.aligned_left(i) else "r" for i in range(len(table.heads)))
+
+
 def write(table: Table) -> str:
     """The table with its caption; what its notes say stands above it as comments."""
-    kinds = "".join("l" if table.aligned_left(i) else "r" for i in range(len(table.heads)))
     rows = [" & ".join(map(escape, table.heads)), *(" & ".join(map(_cell, row)) for row in table.rows)]
     notes = [f"% {one_line(line)}" for line in re.split(r"(?<=[.;]) ", table.notes) if line.strip()]
     return "\n".join(
@@ -40,7 +50,7 @@ def write(table: Table) -> str:
             r"\centering",
             rf"\caption{{{escape(table.title)}}}",
             rf"\label{{tab:{table.name}}}",
-            rf"\begin{{tabular}}{{{kinds}}}",
+            rf"\begin{{tabular}}{{{_columns(table)}}}",
             r"\toprule",
             rows[0] + r" \\",
             r"\midrule",

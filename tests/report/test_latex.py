@@ -114,6 +114,12 @@ def sound(text: str) -> bool:
     return depth == 0 and not opened and not maths and len(cells) == 1
 
 
+def test_long_cells_are_broken_into_lines() -> None:
+    long = Cell("n_clusters=3, " * 20)
+    assert r"\begin{tabular}{lp{0.50\linewidth}}" in latex.write(table([Cell("a"), long]))
+    assert r"\begin{tabular}{p{0.25\linewidth}p{0.25\linewidth}}" in latex.write(table([long, long]))
+
+
 def test_the_tables_of_a_report_are_sound(study: Path, tmp_path: Path) -> None:
     (tmp_path / "out").mkdir()
     made = Report(runs([study]), tmp_path / "out")

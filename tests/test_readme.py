@@ -1,0 +1,47 @@
+"""What the README shows: its links lead somewhere, and its numbers are those of the committed report."""
+
+from __future__ import annotations
+
+import re
+from pathlib import Path
+
+import pandas as pd
+
+ROOT = Path(__file__).parent.parent
+EXAMPLE = ROOT / "reports" / "example"
+COLUMNS = {"GM last": ("gm", "last"), "GM mean of last 5": ("gm", "mean_last_5"),
+           "GM best (picked on test)": ("gm", "best"), "PM(V) last": ("pm_v", "last")}  # fmt: skip
+
+
+def links(page: Path) -> list[Path]:
+    """The files that a Markdown page links to."""
+    found = re.findall(r"\]\(([^)#\s]+)\)", page.read_text("utf-8"))
+    return [page.parent / link for link in found if "://" not in link]
+
+
+def test_links() -> None:
+    for page in (ROOT / "README.md", *(ROOT / "reports").glob("*/README.md")):
+        runs = (page.parent / "../../results").resolve()  # what a report was made of need not be there
+        dead = [p for p in links(page) if not p.exists() and not p.resolve().is_relative_to(runs)]
+        assert not dead, dead
+
+
+def test_the_table_is_that_of_the_report() -> None:
+    lines = (ROOT / "README.md").read_text("utf-8").splitlines()
+    at = next(i for i, line in enumerate(lines) if line.startswith("| method | GM last"))
+    heads, _, *rows = [[c.strip() for c in line.strip("|").split("|")] for line in lines[at : at + 8]]
+    told = pd.read_csv(EXAMPLE / "data" / "accuracy.csv")
+    told = told[told["setting"] == told.loc[told["n"] == 3, "setting"].iloc[0]]
+    assert len(rows) == told["label"].nunique() == 6
+    for label, *shown in rows:
+        for head, text in zip(heads[1:], shown):
+            if head == "n":
+                continue
+            metric, rule = COLUMNS[head]
+            (row,) = told[(told.label == label) & (told.metric == metric) & (told.rule == rule)].itertuples()
+            assert text == f"{100 * row.mean:.2f} ± {100 * row.sd:.2f}", (label, head)
+            assert str(row.n) == shown[heads.index("n") - 1]
+
+
+def test_the_committed_report_is_small() -> None:
+    assert sum(path.stat().st_size for path in EXAMPLE.rglob("*") if path.is_file()) < 3_000_000
