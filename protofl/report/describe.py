@@ -2,6 +2,7 @@
 
 from __future__ import annotations
 
+import os
 from collections.abc import Callable, Iterable, Sequence
 from typing import Any
 
@@ -94,8 +95,10 @@ def _data(s: Setting) -> str:
     parts = [escape(text(s.first.protocol.get("dataset")))]
     parts += [f"{len(d['classes'])} classes"] if d.get("classes") else []
     parts += [f"{d[n]:,} {n}" for n in ("train", "test") if isinstance(d.get(n), int)]
-    parts += [f"{n} {escape(d[n])}" for n in ("fingerprint", "source") if d.get(n)]
-    return ", ".join(parts) + (f". {escape(d['note'])}" if d.get("note") else "")
+    parts += [f"fingerprint {escape(d['fingerprint'])}"] if d.get("fingerprint") else []
+    # a report travels: where a file lay is nobody's business
+    parts += [f"source {escape(os.path.basename(str(d['source'])))}"] if d.get("source") else []
+    return ", ".join(parts) + (f"; {escape(d['note'])}" if d.get("note") else "")
 
 
 def _split(s: Setting) -> str:

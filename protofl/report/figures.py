@@ -323,7 +323,12 @@ def draw_cost(tidy: pd.DataFrame) -> Figure:
     for ax, (name, title) in zip(axes, COSTS.items()):
         values = drawn[name].astype(float)
         bars = ax.barh(at, values.fillna(0), color=colours, height=0.7)
-        ax.bar_label(bars, [f" {v:,.3g}" if v == v else " -" for v in values], fontsize=7, color="#333333")
+        ax.bar_label(
+            bars,
+            [" -" if v != v else f" {v:,.0f}" if v >= 1000 else f" {v:.3g}" for v in values],
+            fontsize=7,
+            color="#333333",
+        )
         ax.set_title(title, fontsize=8.5)
         ax.margins(x=0.32)
         ax.locator_params(axis="x", nbins=3)

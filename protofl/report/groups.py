@@ -85,10 +85,14 @@ class Entry:
 
 @dataclass(frozen=True, eq=False)
 class Setting:
-    """Runs that differ in method, options and seed alone. `differs`: what tells it from other settings."""
+    """Runs that differ in method, options and seed alone.
+
+    `differs`: what tells it from other settings; `name`: the same in short, nothing where there is one setting.
+    """
 
     number: int
     differs: Mapping[str, str]
+    name: str
     entries: tuple[Entry, ...]
     repeated: Mapping[Path, Path]
     """Runs left out because another has the same method, options and seed -> that other."""
@@ -133,11 +137,30 @@ def settings(runs: Iterable[Run]) -> list[Setting]:
             groups.setdefault(_text(_key(run)), []).append(run)
     keys = {key: json.loads(key) for key in groups}
     differing = _telling(list(keys.values()))
-    order = sorted(groups, key=lambda key: [_natural(keys[key].get(n)) for n in differing])
-    return [
-        Setting(i + 1, {n: _shown(keys[key].get(n)) for n in differing}, *_entries(groups[key]))
-        for i, key in enumerate(order)
-    ]
+    named = _naming(differing, list(keys.values()))
+    order = sorted(groups, key=lambda key: [_natural(keys[key].get(n)) for n in (*named, *differing)])
+    made = []
+    for i, key in enumerate(order):
+        differs = {n: _shown(keys[key].get(n)) for n in differing}
+        parts = [f"{n}={differs[n]}" for n in named] + ["..."] * (len(named) < len(differing))
+        made.append(Setting(i + 1, differs, ", ".join(parts), *_entries(groups[key])))
+    return made
+
+
+MOST = 4
+"""Fields in the name of a setting; where more differ it has those that tell settings apart, the first of these first."""
+FIRST = ("dataset", "partition", "beta", "clients", "participation", "model", "rounds", "local_epochs")
+
+
+def _naming(differing: Sequence[str], keys: Sequence[Mapping[str, Any]]) -> list[str]:
+    """The fields in the names of settings."""
+    if len(differing) <= MOST:
+        return list(differing)
+    ordered = sorted(differing, key=lambda n: FIRST.index(n) if n in FIRST else len(FIRST))
+    for count in range(1, len(ordered)):
+        if len({_text([key.get(n) for n in ordered[:count]]) for key in keys}) == len(keys):
+            return ordered[:count]
+    return ordered
 
 
 def _natural(value: Any) -> tuple[float, str]:

@@ -80,9 +80,8 @@ def _opening(made: Report, command: str | None) -> list[Block]:
 
 def _setting(made: Report, s: Setting) -> list[Block]:
     """All parts of one setting."""
-    named = ", ".join(f"{k}={v}" for k, v in s.differs.items())
     return [
-        Heading(f"Setting {s.number}: {named}" if named else "Setting"),
+        Heading(f"Setting {s.number}: {s.name}" if s.name else "Setting"),
         Text(describe.what_was_run(s)),
         made.table(describe.methods(s, made.name("methods", s))),
         *sections.accuracy(made, s),

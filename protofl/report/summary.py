@@ -158,4 +158,4 @@ def _gone(entry: Entry) -> bool:
 
 def _head(s: Setting, metric: str, settings: int) -> str:
     word = KINDS[metric]
-    return f"{word}, {', '.join(f'{k}={v}' for k, v in s.differs.items())}" if settings > 1 else word
+    return f"{word}, {s.name}" if settings > 1 else word

@@ -370,5 +370,5 @@ def _caption(made: Sequence[Setting], tidy: pd.DataFrame) -> str:
         for r in evaluated(run.rounds)[-1:]
     ):
         parts.append(f"{MISSING}: not measured")
-    lines = [f"setting {s.number}: {', '.join(f'{k}={v}' for k, v in s.differs.items())}" for s in made if s.differs]
+    lines = [f"setting {s.number}: {s.name}" for s in made if s.name]
     return "\n".join([*lines, "; ".join(parts)])

@@ -165,6 +165,11 @@ def test_personal_only(write: Write, line: Any, tmp_path: Path, sketched: None) 
     assert "FedAvg" not in personal and "not defined" in text
 
 
+def test_where_data_lay_is_not_told(write: Write, tmp_path: Path, sketched: None) -> None:
+    page = report(write(document={"data": {"source": "/home/somebody/x.npz"}}), tmp_path / "out", title="t")
+    assert "source x.npz" in markdown(page) and "somebody" not in page.read_text() + markdown(page)
+
+
 def test_unlike_partners_are_named(write: Write, tmp_path: Path, line: Any, sketched: None) -> None:
     write("fedavg", 0, (0.5,), rows=[line(0, 0.5, [0, 1])])
     folder = write("fedprox", 0, (0.5,), rows=[line(0, 0.5, [0, 2])])
