@@ -29,6 +29,7 @@ ORDER = ("fedavg", "fedprox", "moon", "fedproc", "fednh", "fedcspc")
 """The default table: the papers' common baselines, then theirs."""
 
 
+@functools.cache
 def entry_points() -> dict[str, importlib.metadata.EntryPoint]:
     """Methods of other installed packages, by name."""
     return {e.name: e for e in importlib.metadata.entry_points(group=GROUP)}

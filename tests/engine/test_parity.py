@@ -21,6 +21,8 @@ from protofl.tree import Tree
 TOLERANCE = 1e-10
 QUICK = {"fedcspc": {"calib_epochs": 3}, "solo": {"epochs": 3}, "creff": {"match_epochs": 5, "retrain_epochs": 2}}
 """What would take long, or (SOLO's 300 epochs in one go) let rounding grow beyond any tolerance."""
+SHORT = {"rounds": 2, "local_epochs": 1, "batch_size": 16}
+"""Two rounds, whose clients take one step or two."""
 
 
 def readings() -> list[tuple[str, dict[str, Any]]]:
@@ -58,7 +60,7 @@ def test_engines_agree(case: tuple[str, dict[str, Any]]) -> None:
         registry.check(method, toy("fedavg").protocol, method.adapt(toy("fedavg").protocol), ToyBN())
     except UserError as refusal:
         pytest.skip(f"refused: {refusal}")
-    agree(method, **({"rounds": 2, "local_epochs": 1} if given else {"rounds": 3}))
+    agree(method, **(SHORT if given else {"rounds": 3}))
 
 
 @pytest.mark.parametrize("name", registry.names())
@@ -74,7 +76,7 @@ def test_engines_agree(case: tuple[str, dict[str, Any]]) -> None:
     ids=str,
 )
 def test_engines_agree_under_protocol(name: str, fields: dict[str, Any]) -> None:
-    agree(build(name, QUICK.get(name)), **{"rounds": 2, "local_epochs": 1, **fields})
+    agree(build(name, QUICK.get(name)), **{**SHORT, **fields})
 
 
 def test_crew_size_is_seen_in_rounding_alone() -> None:
