@@ -200,7 +200,7 @@ def test_an_output_layer_that_reads_r(tmp_path: Path) -> None:
 def test_every_method(method: str, tmp_path: Path) -> None:
     """A global model where the run has one, client models of the two largest clients that took part, and none else."""
     quick = {"moon+cspc.calib_epochs": 1} if "+" in method else {}
-    asked = cell(method, participation=0.4, rounds=2, local_epochs=1, features=10, pm_protocol="refresh",
+    asked = cell(method, clients=6, participation=0.5, rounds=2, local_epochs=1, features=10, pm_protocol="refresh",
                  pm_clients="all", **quick)  # fmt: skip
     folder, found = ran(asked, tmp_path)
     sizes, recorded = prepare(asked).split.sizes, {r["round"]: r for r in rows(folder)}

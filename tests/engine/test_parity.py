@@ -70,7 +70,6 @@ def test_engines_agree(case: tuple[str, dict[str, Any]]) -> None:
         {"augment": False, "drop_last": True, "short_client": "skip", "participation": 1.0, "crew": 2},
         {"bn_buffers": "local", "optimizer_reset": "never"},
         {"grad_clip_norm": 0.0, "momentum": 0.0, "weight_decay": 0.0, "server_lr": 0.5, "model_weighting": "uniform"},
-        {"participation": 0.15},
         {"batch_size": 1, "client_lr": 0.005, "rounds": 1},
     ],
     ids=str,

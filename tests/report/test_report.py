@@ -2,7 +2,9 @@
 
 from __future__ import annotations
 
+import json
 import os
+import statistics
 import subprocess
 import sys
 from collections.abc import Callable
@@ -81,7 +83,46 @@ def test_same_bytes_twice(whole: Path) -> None:
     assert files(again) == files(whole)
 
 
-def test_mixed_states(write: Write, line: Any, tmp_path: Path) -> None:
+def test_every_form_agrees_with_the_records(whole: Path) -> None:
+    """Tables, the data of figures and the page, against numbers made from the raw rows without the report's code."""
+    runs_of: dict[str, list[list[dict[str, Any]]]] = {}
+    for log in sorted((whole.parent / "study").glob("*/rounds.jsonl")):
+        name = json.loads(log.with_name("protocol.json").read_text())["name"]
+        runs_of.setdefault(name, []).append([json.loads(line) for line in log.read_text().splitlines()])
+    page, (gm,) = (
+        (whole / "index.html").read_text(),
+        [pd.read_csv(whole / "tables" / "accuracy.csv").set_index("method")],
+    )
+    drawn = {n: pd.read_csv(whole / "figures" / f"{n}.csv").set_index("label") for n in ("curves", "loss", "budget")}
+    assert len(runs_of) == 6 and all(len(each) == 3 for each in runs_of.values())
+    for name, each in runs_of.items():
+        played = [[r for r in rows if r["round"] >= 0] for rows in each]
+        ends = {
+            "last round (headline)": [rows[-1]["gm"] for rows in played],
+            "mean of last 5 evaluated rounds": [sum(r["gm"] for r in rows[-5:]) / 5 for rows in played],
+            "best (picked on test)": [max(r["gm"] for r in rows) for rows in played],
+        }
+        for head, values in ends.items():
+            shown = f"{100 * statistics.mean(values):.2f} ± {100 * statistics.stdev(values):.2f}"
+            assert gm.loc[name, head] == shown and shown in page
+        for t in range(12):
+            for figure, field in (("curves", "gm"), ("loss", "loss")):
+                mine = drawn[figure].loc[name]
+                point = mine[(mine["round"] == t) & (mine["metric"] == field)].iloc[0]
+                values = [rows[t][field] for rows in played]
+                assert (point["mean"], point["low"], point["high"]) == pytest.approx(
+                    (statistics.mean(values), min(values), max(values)), rel=1e-12
+                )
+            spent = [
+                sum(r[f"bytes_{way}"] for r in rows if r["round"] <= t for way in ("down", "up", "once")) / 1e6
+                for rows in each
+            ]
+            point = drawn["budget"].loc[name]
+            point = point[(point["round"] == t) & (point["metric"] == "gm")].iloc[0]
+            assert point["mb"] == pytest.approx(statistics.mean(spent), rel=1e-12)
+
+
+def test_mixed_states(write: Write, line: Any, tmp_path: Path, sketched: None) -> None:
     write("fedavg", 0, [0.3] * 6)
     write("fedprox", 0, [0] * 6, rows=[line(0, 0.3, [0]), line(1, None, [0], diverged=True)], status="diverged")
     write("moon", 0, [0] * 6, rows=[line(0, 0.3, [0])], status="running", tail='{"round"')
