@@ -27,7 +27,7 @@ from protofl.trials import awkward
 QUICK: dict[str, dict[str, Any]] = {
     "fedcspc": {"calib_epochs": 3}, "creff": {"features_per_class": 10, "match_epochs": 30, "retrain_epochs": 120},
 }  # fmt: skip
-NAMES = [*registry.names(), *(f"moon+{name}" for name in registry.plugins())]
+NAMES = [*registry.names(), *(f"{base}+{name}" for name in registry.plugins() for base in ("fedavg", "moon"))]
 SCARCE = {"it has no prototypes", "its run is a single round"}
 """Why a check may not apply."""
 
