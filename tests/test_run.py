@@ -62,21 +62,11 @@ FIGURES = {
 }  # fmt: skip
 
 
-@pytest.mark.parametrize(
-    ("method", "engine", "rounds"),
-    [
-        *(
-            (method, engine, 3)
-            for method in FIGURES
-            for engine in ENGINES
-            if (method, engine) != ("fedproc", "batched")
-        ),
-        ("fedproc", "batched", 20),
-        pytest.param("fedavg", "batched", 20, marks=pytest.mark.slow),
-    ],
-)
-def test_end_to_end_figures(method: str, engine: str, rounds: int) -> None:
+@pytest.mark.parametrize("engine", ENGINES)
+@pytest.mark.parametrize("method", FIGURES)
+def test_end_to_end_figures(method: str, engine: str) -> None:
     """digits.digits in float64: norm of all global weights, mean test loss, images right of 355."""
+    rounds = 20 if engine == "batched" else 3
     ready = prepare(cell(method, preset="digits.digits", precision="fp64", rounds=20, local_epochs=10, engine=engine))
     task, test = run.task(ready)
     fed = Federation(ready.method, task)
@@ -133,7 +123,7 @@ def test_killed_and_resumed_equals_straight_through(method: str, tmp_path: Path)
     assert [p.name for p in a] == [p.name for p in b]  # names carry the content's check sum
 
 
-@pytest.mark.parametrize("method", ["fedavg", "fedcspc", "fedproc"])
+@pytest.mark.parametrize("method", registry.ORDER)
 def test_stopped_between_row_and_state(method: str, tmp_path: Path, monkeypatch: pytest.MonkeyPatch) -> None:
     asked = cell(method, bn_buffers="local", optimizer_reset="never", **PARTIAL)
     straight = played(asked, tmp_path / "straight")
@@ -155,7 +145,7 @@ def test_stopped_between_row_and_state(method: str, tmp_path: Path, monkeypatch:
 # ---- what may not change a number -------------------------------------------------------------------------------------
 
 
-@pytest.mark.parametrize("method", ["fedavg", "fedcspc", "fedproc"])
+@pytest.mark.parametrize("method", registry.ORDER)
 def test_the_same_twice_whatever_ran_before(method: str, tmp_path: Path) -> None:
     other = "fedavg" if method != "fedavg" else "moon"
     first = played(cell(method), tmp_path / "a")

@@ -338,7 +338,7 @@ def test_too_few_clients(write: Write) -> None:
 
 
 def test_report_of_a_mixed_folder(write: Write, prototypes: Any, line: Any, tmp_path: Path) -> None:
-    """Finished with two seeds, running, diverged, one round, clients alone, none."""
+    """Finished with two seeds, running, diverged, one round, clients alone, none; the same bytes twice."""
     folders = [write("fedproc", seed, (0.1,) * 4) for seed in (0, 1)]
     running = write("fednh", 0, (0.1,) * 4, rows=[line(t, 0.1, [0]) for t in (0, 1)], status="running")
     rows = [line(0, 0.1, [0]), {"round": 1, "diverged": True}]
@@ -350,6 +350,9 @@ def test_report_of_a_mixed_folder(write: Write, prototypes: Any, line: Any, tmp_
     store(alone, 3, client_values=np.eye(4), client_labels=[0, 1, 0, 1], client_ids=[0, 0, 1, 1])
     everything = [*folders, running, diverged, alone, write("fedavg", 0, (0.1,) * 4)]
     text = section(tmp_path / "a", *everything)
+    assert section(tmp_path / "b", *everything) == text
     assert "left out:" not in text
     for name in ("prototypes", "measures", "similarity", "representations"):
         assert f"](figures/{name}.png)" in text
+    for path in sorted((tmp_path / "a" / "figures").iterdir()):
+        assert path.read_bytes() == (tmp_path / "b" / "figures" / path.name).read_bytes(), path.name
