@@ -47,24 +47,21 @@ AWKWARD: Mapping[str, Any] = dict(
 
 
 class TrialNet(Net):
-    """conv, BatchNorm (norm=False: none), ReLU, pool, twice; linear; projection; head."""
+    """conv, BatchNorm (norm=False: none), ReLU, pool; linear; projection; head."""
 
     def __init__(self, projection: int | None = 7, z_normalize: bool = False, norm: bool = True) -> None:
         self.norm = norm
         super().__init__("trial", 10, Options(CLASSES, SHAPE, projection, True, z_normalize))
 
     def encoder_table(self) -> list[Entry]:
-        out = []
-        for i, (n_in, n_out) in enumerate(((3, 4), (4, 6)), 1):
-            out += declare_conv(f"encoder.conv{i}", n_in, n_out, 3)
-            out += declare_norm(f"encoder.norm{i}", n_out, True) if self.norm else []
+        out = declare_conv("encoder.conv", 3, 6, 3)
+        out += declare_norm("encoder.norm", 6, True) if self.norm else []
         return out + declare_linear("encoder.fc", 24, 10)
 
     def _encode(self, w: Tree, x: Tensor, relu: bool) -> Tensor:
-        for i in (1, 2):
-            x = F.conv2d(x, w[f"encoder.conv{i}.weight"], w[f"encoder.conv{i}.bias"], padding=1)
-            x = self.batch_norm(w, f"encoder.norm{i}", x) if self.norm else x
-            x = F.relu(F.max_pool2d(x, 2))
+        x = F.conv2d(x, w["encoder.conv.weight"], w["encoder.conv.bias"], padding=1)
+        x = self.batch_norm(w, "encoder.norm", x) if self.norm else x
+        x = F.relu(F.max_pool2d(x, 4))
         return F.relu(affine(x.flatten(1), w["encoder.fc.weight"], w["encoder.fc.bias"]))
 
 
