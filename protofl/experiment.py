@@ -3,10 +3,8 @@
 from __future__ import annotations
 
 import itertools
-import tomllib
 from collections.abc import Iterable, Mapping, Sequence
 from dataclasses import dataclass, field
-from pathlib import Path
 from typing import Any
 
 from . import options, registry
@@ -120,6 +118,26 @@ class Settings:
         else:
             self.take(name, given, "--set")
 
+    def take_document(self, document: Mapping[str, Any], where: str) -> None:
+        """The settings of a suite file: names of the protocol, methods, preset, seeds, [method.NAME], [over]."""
+        document = dict(document)
+        grid = document.pop("over", {})
+        if not isinstance(grid, dict):
+            raise UserError(f"{where}: [over] must be a table of lists")
+        for name, given in grid.items():
+            dimensions = {f"{name}.{k}": v for k, v in given.items()} if isinstance(given, dict) else {name: given}
+            for key, values in dimensions.items():
+                self.take_over(key, values, f"{where}: [over]")
+        tables = document.pop("method", {})
+        for method, table in tables.items() if isinstance(tables, dict) else [("NAME", None)]:
+            if not isinstance(table, dict):
+                raise UserError(f"{where}: [method.{method}] must be a table of options")
+            for name, given in table.items():
+                self.take_option(method, name, given)
+        for name, given in document.items():
+            self.take(name, given, where)
+        self.given.clear()  # what a later source says of a key wins
+
 
 def _check_field(name: str, values: Sequence[Any], where: str) -> None:
     """A field that a grid can be over, and values that it can have."""
@@ -145,32 +163,6 @@ def _seed(given: Any) -> int:
         return int(protocols.coerce({"seed": given})["seed"])
     except UserError as e:
         raise UserError(str(e).replace("seed", "seeds", 1)) from None
-
-
-def read_suite(path: Path, settings: Settings) -> None:
-    """Take the settings of a suite file: names of the protocol, methods, preset, seeds, [method.NAME], [over]."""
-    try:
-        document = tomllib.loads(path.read_text("utf-8"))
-    except OSError as e:
-        raise UserError(f"suite file {str(path)!r} cannot be read: {e.strerror}") from None
-    except (tomllib.TOMLDecodeError, UnicodeDecodeError) as e:
-        raise UserError(f"suite file {str(path)!r} is not valid TOML: {e}") from None
-    grid = document.pop("over", {})
-    if not isinstance(grid, dict):
-        raise UserError(f"suite file {str(path)!r}: [over] must be a table of lists")
-    for name, given in grid.items():
-        dimensions = {f"{name}.{k}": v for k, v in given.items()} if isinstance(given, dict) else {name: given}
-        for key, values in dimensions.items():
-            settings.take_over(key, values, f"suite file {str(path)!r}: [over]")
-    tables = document.pop("method", {})
-    for method, table in tables.items() if isinstance(tables, dict) else [("NAME", None)]:
-        if not isinstance(table, dict):
-            raise UserError(f"suite file {str(path)!r}: [method.{method}] must be a table of options")
-        for name, given in table.items():
-            settings.take_option(method, name, given)
-    for name, given in document.items():
-        settings.take(name, given, f"suite file {str(path)!r}")
-    settings.given.clear()  # what the command line says of a key wins
 
 
 def cells(settings: Settings) -> list[Cell]:

@@ -54,13 +54,13 @@ class TrialNet(Net):
         super().__init__("trial", 10, Options(CLASSES, SHAPE, projection, True, z_normalize))
 
     def encoder_table(self) -> list[Entry]:
-        out = declare_conv("encoder.conv", 3, 6, 3)
-        out += declare_norm("encoder.norm", 6, True) if self.norm else []
+        out = declare_conv("encoder.conv1", 3, 6, 3)
+        out += declare_norm("encoder.norm1", 6, True) if self.norm else []
         return out + declare_linear("encoder.fc", 24, 10)
 
     def _encode(self, w: Tree, x: Tensor, relu: bool) -> Tensor:
-        x = F.conv2d(x, w["encoder.conv.weight"], w["encoder.conv.bias"], padding=1)
-        x = self.batch_norm(w, "encoder.norm", x) if self.norm else x
+        x = F.conv2d(x, w["encoder.conv1.weight"], w["encoder.conv1.bias"], padding=1)
+        x = self.batch_norm(w, "encoder.norm1", x) if self.norm else x
         x = F.relu(F.max_pool2d(x, 4))
         return F.relu(affine(x.flatten(1), w["encoder.fc.weight"], w["encoder.fc.bias"]))
 
