@@ -23,6 +23,7 @@ import torch.nn.functional as F
 from numpy.random import RandomState
 from torch import Tensor
 
+from protofl import same
 from protofl.errors import UserError
 from protofl.method import (
     Batch,
@@ -36,6 +37,7 @@ from protofl.method import (
     Plugin,
     Program,
     Rows,
+    Same,
     Server,
     Task,
     Train,
@@ -108,6 +110,35 @@ class CSPC(Plugin):
 
     cost: ClassVar[float] = 3.5
     values_of: ClassVar[str] = "fedcspc"
+
+    same: ClassVar[tuple[Same, ...]] = (
+        *(Same(option, (), "a class has one cluster", same.option_is("n_clusters", 1), "n_clusters=3")
+          for option in ("kmeans_init", "kmeans_space")),
+        *(Same(option, (), "neither angles nor edges are compared", same.option_is("local_reg", "P", "none"),
+               "local_reg=P+A+E") for option in ("reg_form", "reg_weights")),
+        Same("max_triplets", (), "batches of up to 64 use all their triplets",
+             lambda scene: scene.protocol.batch_size <= ALL_TRIPLETS, "--batch-size 128"),
+        Same("max_triplets", (), "no angle is compared, or all are",
+             same.either(same.option_is("local_reg", "P", "P+E", "none"), same.option_is("reg_form", "smooth_l1_code")),
+             "local_reg=P+A+E"),
+        Same("neg_mix", (), "half-way is the same from both ends", same.option_is("lam_u", 0.5), "lam_u=0.3", exact=False),
+        *(Same(option, (), "there is no margin loss", same.option_is("calib_losses", "ce", "ce+con"), "calib_losses=ce+con+mar")
+          for option in ("pos_mix", "neg_mix", "mix_scope", "n_aug", "lam_u", "margin_metric", "alpha")),
+        *(Same(option, (), "there is no contrastive loss", same.option_is("calib_losses", "ce", "ce+mar"),
+               "calib_losses=ce+con+mar") for option in ("con_form", "tau_g", "sigma_mode")),
+        Same("sigma_mode", (), "that form has no source weights", same.option_is("con_form", "supcon_code"), "con_form=weighted"),
+        Same("sigma_mode", ("exp_both",), "the losses differ by a constant", exact=False, against={"sigma_mode": "denominator"}),
+        *(Same(option, (), "nothing is calibrated", same.option_is("calib_epochs", 0), "calib_epochs=100")
+          for option in ("pos_mix", "neg_mix", "mix_scope", "n_aug", "lam_u", "margin_metric", "alpha", "con_form", "tau_g",
+                         "sigma_mode", "calib_losses", "eta", "calib_lr_schedule", "calib_lr_clock")),
+        Same("calib_lr_clock", (), "T is 100", same.field_is("rounds", 100), "another --rounds"),
+        Same("calib_lr_clock", (), "the rate is constant", same.option_is("calib_lr_schedule", "const_0.01"),
+             "calib_lr_schedule=code"),
+        Same("proto_bn_mode", (), "the network has no BatchNorm", same.no_batchnorm, "--net resnet18_bn", exact=False),
+        Same("proto_transform", (), "nothing is augmented", same.no_augmentation, "--dataset cifar10"),
+        Same("proto_drop_last", (), "no client has a short last batch", same.no_short_batch, "another --batch-size"),
+        Same("pool", (), "all clients take part in every round", same.everybody_drawn, "--participation 0.2"),
+    )  # fmt: skip
 
     @classmethod
     def refuses(cls, base: type[Method]) -> str:

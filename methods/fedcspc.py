@@ -33,7 +33,7 @@ from dataclasses import dataclass
 from typing import Any, ClassVar
 
 from protofl.errors import UserError
-from protofl.method import Method, choice
+from protofl.method import Method, Same, choice
 
 from .cspc import CSPC
 from .fedavg import FedAvg
@@ -62,6 +62,11 @@ class FedCSPC(CSPC, FedAvg):
             "con_form": "supcon_code", "tau_g": 0.07, "calib_losses": "ce", "fusion_norm": "code_raw",
         },
     }  # fmt: skip
+    same: ClassVar[tuple[Same, ...]] = (
+        *CSPC.same,
+        Same("n_repeat", (0,), "FedAvg on the same network", method="fedavg", exact=False),
+        Same("local_base", ("moon",), "the plug-in on MOON", method="moon+cspc"),
+    )
     needs: ClassVar[Mapping[str, Mapping[str, Any]]] = {"official_code": {"aux_classifier": True}}
     open_fields: ClassVar[tuple[str, ...]] = ("aux_classifier",)
 

@@ -34,6 +34,7 @@ import torch
 import torch.nn.functional as F
 from torch import Tensor
 
+from protofl import same
 from protofl.errors import UserError
 from protofl.method import (
     Batch,
@@ -46,6 +47,7 @@ from protofl.method import (
     Model,
     Program,
     Rows,
+    Same,
     Server,
     Survey,
     Task,
@@ -93,6 +95,25 @@ class FedNH(Method):
     """shared: net (the body and `scale` [1]), proto W [K, d]. upload: net, m Rows n_c mu_c [K, d], n [K]."""
 
     cost: ClassVar[float] = 1.2
+
+    same: ClassVar[tuple[Same, ...]] = (
+        *(Same(option, (), "with rho = 1 prototypes never move", same.option_is("rho", 1.0), "rho=0.9")
+          for option in ("proto_client_weight", "client_proto_norm", "proto_pre_normalize", "proto_post_normalize",
+                         "proto_transform", "pm_proto", "proto_timing")),
+        Same("proto_client_weight", ("uniform_all",), "the mean is normalised before it is used",
+             same.option_is("proto_pre_normalize", True), exact=False, against={"proto_client_weight": "uniform_present"}),
+        Same("scale_init", (1,), "the network's own start", lambda scene: scene.net.default_scale == 1, "--net resnet18_gn2"),
+        Same("scale_init", (20,), "the network's own start", lambda scene: scene.net.default_scale == 20, "--net simple_cnn"),
+        Same("scale_weight_decay", (), "the scale does not move", same.option_is("scale_trainable", False),
+             "scale_trainable=true"),
+        Same("proto_transform", (), "nothing is augmented", same.no_augmentation, "--dataset cifar10"),
+        Same("pm_proto", (), "only the global model is measured", same.global_model_alone, "--set metrics=gm,pm_v,pm_l"),
+        Same("mask_absent_logits", (), "every client has every class", same.every_class_everywhere, "a smaller --beta"),
+        Same("embed_layer", (), "the network has no projection", same.no_projection, "--net simple_cnn"),
+    )  # fmt: skip
+    together: ClassVar[Mapping[tuple[str, Any], Mapping[str, Any]]] = {
+        ("pm_clients", "all"): {"pm_protocol": "refresh"}
+    }
 
     # fmt: off
     preset: str = choice(

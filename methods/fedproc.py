@@ -35,6 +35,7 @@ import torch
 import torch.nn.functional as F
 from torch import Tensor
 
+from protofl import same
 from protofl.errors import UserError
 from protofl.method import (
     Batch,
@@ -45,6 +46,7 @@ from protofl.method import (
     Model,
     Program,
     Rows,
+    Same,
     Server,
     Survey,
     Task,
@@ -75,6 +77,9 @@ SCHEDULES: dict[str, Callable[[Any, int], Any]] = {
     "reverse": lambda u, rounds: u / rounds,
 }
 """alpha before clipping, of the time u in rounds and T."""
+
+constant_alpha = same.option_is("alpha_schedule", "const_0.5", "ce_only", "gpc_only")
+"""The schedule does not hang on the time."""
 
 WITHIN: dict[str, Callable[[Batch, View], Any]] = {
     "round": lambda batch, view: 0.0,
@@ -108,6 +113,31 @@ class FedProc(FedAvg):
     needs: ClassVar[Mapping[str, Mapping[str, Any]]] = {
         "official_code": {"z_normalize": True, "client_lr": 0.1, "drop_last": True}
     }
+    same: ClassVar[tuple[Same, ...]] = (
+        Same("alpha_schedule", ("linear_100",), "T is 100", same.field_is("rounds", 100), "another --rounds"),
+        Same("alpha_schedule", ("ce_only",), "FedAvg on the same network", method="fedavg", exact=False),
+        Same("alpha_granularity", (), "alpha is constant", constant_alpha, "alpha_schedule=linear_T"),
+        Same("schedule_t0", (), "alpha is constant", constant_alpha, "alpha_schedule=linear_T"),
+        Same("round0_loss", ("ce_only",), "there is no prototype in round 0", same.option_is("proto_init", "zeros_masked"),
+             "proto_init=first_clients"),
+        Same("round0_loss", ("ce_only",), "alpha is 0 in round 0", same.option_is("alpha_schedule", "ce_only", "reverse"),
+             "alpha_schedule=linear_T"),
+        Same("proto_weighting", ("count",), "the owners of a class have equally many samples of it", same.equal_counts,
+             "--partition dir_class"),
+        Same("empty_class", ("zero_fill",), "a cosine reads the direction of a mean, and zeros turn none", exact=False),
+        Same("empty_class", ("carry_received",), "a lacking class has weight 0", same.option_is("proto_weighting", "count"),
+             "proto_weighting=uniform", exact=False),
+        Same("empty_class", (), "every client has every class", same.every_class_everywhere, "a smaller --beta"),
+        Same("absent_class", (), "in every round somebody has every class", same.every_class_held, "--participation 0.2"),
+        Same("proto_participants", (), "all clients take part", same.everybody_drawn, "--participation 0.2"),
+        Same("proto_bn_mode", (), "the network has no BatchNorm", same.no_batchnorm, "--net resnet18_bn", exact=False),
+        Same("proto_transform", (), "nothing is augmented", same.no_augmentation, "--dataset cifar10"),
+        Same("proto_drop_last", (), "no client has a short last batch", same.no_short_batch, "another --batch-size"),
+    )  # fmt: skip
+    together: ClassVar[Mapping[tuple[str, Any], Mapping[str, Any]]] = {
+        ("alpha_schedule", "gpc_only"): {"eval_head": "prototype"}
+    }
+    crossed: ClassVar[tuple[tuple[str, str], ...]] = (("z_normalize", "client_lr"),)
     open_fields: ClassVar[tuple[str, ...]] = (
         "model_weighting", "classifier_input", "z_normalize", "report", "partition_seed", "local_epochs",
         "client_lr",

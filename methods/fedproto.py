@@ -36,6 +36,7 @@ import torch
 import torch.nn.functional as F
 from torch import Tensor
 
+from protofl import same
 from protofl.errors import UserError
 from protofl.method import (
     Batch,
@@ -46,6 +47,7 @@ from protofl.method import (
     Model,
     Program,
     Rows,
+    Same,
     Server,
     Survey,
     Task,
@@ -69,6 +71,18 @@ TALLIES = {"last_epoch": "last", "all_epochs": "all"}
 
 FEDNH_CODE = {"lam": 0.1, "proto_init": "rand_uniform", "proto_timing": "last_epoch", "pm_proto": "train_time"}
 OFFICIAL_CODE = {"proto_timing": "last_epoch", "proto_candidates": "own_known", "common_init": False}
+
+
+def times_owners(fed: Any, played: Any, shared: Tree) -> Tree:
+    """Prototypes without the second division by their owners that proto_weighting=paper_literal makes."""
+    owners = torch.stack([u.proto.has for u in played.uploads]).sum(0).clamp_min(1)
+    return shared | Tree(proto=Rows(shared.proto.values * owners[:, None], shared.proto.has))
+
+
+known_at_once = same.both(
+    same.everybody_drawn, same.option_is("proto_timing", "final_pass"), same.option_is("min_count", 1)
+)
+"""After round 0 every class that a client holds has a prototype, and in round 0 none has."""
 
 
 @dataclass(frozen=True)
@@ -131,6 +145,21 @@ class FedProto(Method):
         "official_code": OFFICIAL_CODE,
         "fednh_code": FEDNH_CODE,
     }
+    same: ClassVar[tuple[Same, ...]] = (
+        Same("proto_weighting", ("count",), "the owners of a class have equally many samples of it", same.equal_counts,
+             "--partition dir_class", exact=False),
+        Same("proto_weighting", ("paper_literal",), "a class is divided by its owners once more", exact=False,
+             against={"proto_weighting": "count"}, beside={"lam": 0.0}, rescale=times_owners),
+        Same("reg_form", ("sample_sq_l2",), "the same distance times the embedding's width", same.option_is("embed", "pooled"),
+             exact=False, scaled={"lam": lambda scene: scene.method.lam / scene.net.dim}),
+        Same("reg_missing", (), "every class of a client has a prototype from round 1 on", known_at_once, "--participation 0.2"),
+        Same("reg_missing", (), "no row asks which classes are known",
+             same.either(same.option_is("reg_form", "class_mean_l2"), same.option_is("proto_init", "rand_uniform")),
+             "reg_form=mse"),
+        Same("absent_class", (), "in every round somebody sends every class", known_at_once, "--participation 0.2"),
+        Same("proto_candidates", (), "every client has every class", same.every_class_everywhere, "a smaller --beta"),
+        Same("pm_clients", (), "all clients take part", same.everybody_drawn, "--participation 0.2"),
+    )  # fmt: skip
     open_fields: ClassVar[tuple[str, ...]] = (
         "batch_size", "momentum", "grad_clip_norm", "drop_last", "local_epochs", "pm_clients",
     )  # fmt: skip

@@ -29,7 +29,8 @@ import torch
 import torch.nn.functional as F
 from torch import Tensor
 
-from protofl.method import Batch, Bill, Client, Program, Train, Tree, View, choice, number
+from protofl import same
+from protofl.method import Batch, Bill, Client, Program, Same, Train, Tree, View, choice, number
 
 from .fedavg import FedAvg
 from .prototypes import alive, unit
@@ -54,6 +55,15 @@ class MOON(FedAvg):
         "paper": {},
         "official_code": {"first_prev": "own_init_late"},
     }
+    same: ClassVar[tuple[Same, ...]] = (
+        Same("second_term", ("none",), "FedAvg on the same network", method="fedavg", exact=False),
+        Same("first_prev", ("global_copy",), "two equal terms pull nowhere, only the recorded loss differs", exact=False),
+        Same("first_prev", ("own_init_late",), "all clients take part in round 0", same.everybody_drawn, "--participation 0.2"),
+        Same("prev_age", (), "all clients take part in every round", same.everybody_drawn, "--participation 0.2"),
+        Same("frozen_mode", (), "the network has no BatchNorm", same.no_batchnorm, "--net resnet18_bn"),
+        Same("contrast_feature", (), "the network has no projection", same.no_projection, "--net simple_cnn"),
+        Same("preset", ("official_code",), "all clients take part in round 0", same.everybody_drawn, "--participation 0.2"),
+    )  # fmt: skip
     open_fields: ClassVar[tuple[str, ...]] = (
         "use_projection_head", "bn_buffers", "report", "client_lr", "partition_cap", "rounds", "drop_last",
     )  # fmt: skip

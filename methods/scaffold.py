@@ -33,8 +33,9 @@ from typing import TYPE_CHECKING, Any, ClassVar
 import torch
 from torch import Tensor
 
+from protofl import same
 from protofl.errors import UserError
-from protofl.method import Batch, Bill, Client, Program, Server, Survey, Task, Train, Tree, View, choice, need
+from protofl.method import Batch, Bill, Client, Program, Same, Server, Survey, Task, Train, Tree, View, choice, need
 
 from .fedavg import FedAvg
 
@@ -53,6 +54,15 @@ class SCAFFOLD(FedAvg):
         "paper": {"weighting": "uniform", "option": 2, "correction": "in_gradient", "tau": "momentum"},
         "niid": {"weighting": "niid", "correction": "after_step", "tau": "raw"},
     }
+    same: ClassVar[tuple[Same, ...]] = (
+        Same("tau", (), "without momentum steps are counted alike", same.field_is("momentum", 0.0), "--set momentum=0.9"),
+        Same("correction", ("after_step",), "without momentum and clip both move by the same",
+             same.both(same.field_is("momentum", 0.0), same.field_is("grad_clip_norm", 0.0)), "--set momentum=0.9", exact=False),
+        Same("weighting", ("uniform",), "the setting's weights are uniform", same.field_is("model_weighting", "uniform"),
+             "--set model_weighting=data_size"),
+        Same("weighting", (), "all clients have equally many samples", same.equal_sizes, "--partition dir_class", exact=False),
+    )  # fmt: skip
+    together: ClassVar[Mapping[tuple[str, Any], Mapping[str, Any]]] = {("correction", "after_step"): {"tau": "raw"}}
     open_fields: ClassVar[tuple[str, ...]] = (
         "model_weighting", "server_lr", "momentum", "optimizer_reset", "bn_buffers", "grad_clip_norm", "weight_decay",
     )  # fmt: skip

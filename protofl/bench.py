@@ -52,7 +52,7 @@ class Planned:
         """A rough estimate of the time that is left for it, on one core of this kind of machine."""
         p, ready = self.ready.protocol, self.ready
         drawn = max(1, int(p.participation * p.clients + 1e-9))
-        samples, macs = float(ready.split.sizes.mean()) * drawn * p.local_epochs, ready.net.macs()
+        samples, macs = float(ready.split.sizes.mean()) * drawn * p.local_epochs, ready.net.macs
         steps = samples / p.batch_size * STEP_SECONDS[ready.document["network"]["engine"]]
         train = samples * 3 * macs / RATE + steps
         tested = 1 + (drawn if len(p.metrics) > 1 else 0)
@@ -72,12 +72,23 @@ def plan(cells: Sequence[Cell], results: Path) -> list[Planned]:
 
 
 def setting(planned: Sequence[Planned]) -> str:
-    """What a table is about to run under, in a line: nobody should have to guess what a data set chose."""
-    p, ready = planned[0].ready.cell.protocol, planned[0].ready
+    """What a table is about to run under, a line per setting: nobody should have to guess what a data set chose."""
+    return "\n".join(dict.fromkeys(map(_setting, planned))) + _varied(planned)
+
+
+def _setting(planned: Planned) -> str:
+    p, ready = planned.ready.cell.protocol, planned.ready
+    varied = {name for name, _ in ready.cell.swept}
+
+    def told(name: str, text: str) -> str:
+        return "" if name in varied else f", {text}"
+
     return (
-        f"{ready.data.name}: preset {ready.cell.method.preset}, {ready.net.name}, {p.clients} clients, "
-        f"participation {p.participation:g}, {p.partition}, {p.rounds} rounds of {p.local_epochs} local epochs, "
-        f"batch {p.batch_size}, lr {p.client_lr:g}; measured: {', '.join(p.metrics)}{_varied(planned)}"
+        f"{ready.data.name}: preset {ready.cell.method.preset}{told('model', ready.net.name)}"
+        f"{told('clients', f'{p.clients} clients')}{told('participation', f'participation {p.participation:g}')}"
+        f"{told('partition', p.partition)}{told('rounds', f'{p.rounds} rounds')}"
+        f"{told('local_epochs', f'{p.local_epochs} local epochs')}{told('batch_size', f'batch {p.batch_size}')}"
+        f"{told('client_lr', f'lr {p.client_lr:g}')}; measured: {', '.join(p.metrics)}"
     )
 
 
@@ -126,16 +137,27 @@ class Outcome:
     planned: list[Planned]
     summaries: dict[str, dict[str, Any]]
     failures: dict[str, tuple[str, str]]
+    notes: Sequence[str] = ()
+    ablation: Mapping[str, Any] | None = None
+    called: str = ""
+    headed: str = ""
+
+    def named(self, name: str, scale: str | None, title: str, notes: Sequence[str]) -> None:
+        """Give it the name, title and notes of a suite at a scale."""
+        self.called, self.headed, self.notes = "-".join(filter(None, [name, scale])), title, notes
 
     @property
     def name(self) -> str:
-        """The report's folder: what was split how, and which runs it is about."""
+        """The report's folder: the suite, or what was split how; and which runs it is about."""
         groups = dict.fromkeys(p.folder.parent.name for p in self.planned)
-        return f"{'-'.join(groups)[:60]}-{digest({'runs': sorted(p.ready.digest for p in self.planned)})[:8]}"
+        called = self.called or "-".join(groups)[:60]
+        return f"{called}-{digest({'runs': sorted(p.ready.digest for p in self.planned)})[:8]}"
 
     @property
     def title(self) -> str:
         """What the table is about, in words."""
+        if self.headed:
+            return self.headed
         cells = [p.ready.cell.protocol for p in self.planned]
         betas = ", ".join(dict.fromkeys(f"{p.beta:g}" for p in cells if p.dirichlet))
         names = ", ".join(dict.fromkeys(p.ready.data.name for p in self.planned))

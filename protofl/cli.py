@@ -24,6 +24,8 @@ app = typer.Typer(
 datasets_app = typer.Typer(help="Data sets: which are known, where they are looked for, whether they are found.",
                            invoke_without_command=True)  # fmt: skip
 app.add_typer(datasets_app, name="datasets")
+suite_app = typer.Typer(help="Suites: the papers' tables and figures, each as one command.", no_args_is_help=True)
+app.add_typer(suite_app, name="suite")
 out = Console(width=None if sys.stdout.isatty() or "COLUMNS" in os.environ else 120)
 
 SHARED = "default: as the preset says"
@@ -90,7 +92,10 @@ def bench(
         Optional[list[str]],  # noqa: UP045
         typer.Option("--set", help="key=value for any protocol field, or method.option=value; repeatable.")
     ] = None,
-    suite: Annotated[Text, typer.Option(help="A TOML file with the same settings; options given here win over it.")] = None,
+    suite: Annotated[
+        Text, typer.Option(help="A suite: a name (see `protofl suite list`) or a TOML file; options given here win over it.")
+    ] = None,
+    scale: Annotated[Text, typer.Option(help="Of the suite: paper, laptop or smoke; default: laptop.")] = None,
     eval_every: Annotated[Text, typer.Option(help="Rounds between evaluations (the last is always one); default: 1.")] = None,
     device: Annotated[Text, typer.Option(help="cpu, cuda or cuda:N; default: cpu.")] = None,
     workers: Annotated[
@@ -147,37 +152,93 @@ def sweep(
     _table(given, SWEEPS[name] if name else None, over or [])
 
 
+APART = ("set_", "suite", "scale", "workers", "results", "report", "reports", "dry_run")
+"""Options of `bench` that are no settings of a run."""
+
+
 def _table(given: dict[str, Any], named: Sweep | None = None, over: Sequence[str] = ()) -> None:
-    """What `bench` and `sweep` do with their options."""
-    from . import inputs
-    from .experiment import Settings, cells, read_suite
+    """What `bench`, `sweep` and `suite run` do with their options."""
+    from . import inputs, suites
+    from .experiment import Settings, cells
 
-    apart = ("set_", "suite", "workers", "results", "report", "reports", "dry_run")
-    set_, suite, workers, results, report, reports, dry_run = (given.pop(key) for key in apart)
-    settings = Settings()
-    if named is not None and named.methods:
-        settings.take("methods", named.methods, "sweep")
-    if suite is not None:
-        read_suite(Path(suite), settings)
-    _take(settings, given, set_)
-    settings.take_grid(over, named.over if named else {})
-    asked = cells(settings)
+    apart = {key: given.pop(key) for key in APART}
+    read = suites.read(apart["suite"], apart["scale"]) if apart["suite"] is not None else None
+    if apart["scale"] is not None and read is None:
+        raise UserError("--scale is a scale of a suite: give --suite as well")
+    if read is not None and read.ablate:
+        return _ablation(read.parts[0], given, apart, read.choices, read.pairs, read)
+    parts = read.parts if read is not None else (Settings(),)
+    asked = []
+    for settings in parts:
+        if named is not None and named.methods:
+            settings.take("methods", named.methods, "sweep")
+        _take(settings, dict(given), apart["set_"])
+        settings.take_grid(over, named.over if named else {})
+        asked += cells(settings)
     inputs.check(asked)
-    count = _workers(workers)
-    if count > 1 and not dry_run:
-        from .engine.workers import warm
-
-        warm(["protofl.bench", *(f"protofl.methods.{c.method.name}" for c in asked if c.method.name.isidentifier())])
+    count = _workers(apart["workers"])
+    _warm(asked, count, apart["dry_run"])
 
     from . import bench as tables  # from here on torch is needed, which takes seconds to import
 
-    planned = tables.plan(asked, results)
+    planned = tables.plan(asked, apart["results"])
+    for line in read.notes if read is not None else ():
+        out.print(line, highlight=False, markup=False)
     out.print(tables.setting(planned), highlight=False, markup=False)
-    if dry_run:
+    if apart["dry_run"]:
+        out.print(tables.priced(planned, min(count, len(planned))))
+        return None
+    outcome = tables.bench(planned, apart["results"], count, out)
+    if read is not None:
+        outcome.named(read.name, read.scale, read.title, read.notes)
+    raise typer.Exit(_finish(outcome, apart))
+
+
+def _warm(asked: Sequence[Any], count: int, dry_run: bool) -> None:
+    """Let the processes that will do the work begin to import."""
+    if count > 1 and not dry_run:
+        from .engine.workers import warm
+
+        warm(["protofl.bench", *{f"protofl.methods.{c.method.name}" for c in asked if c.method.name.isidentifier()}])
+
+
+def _ablation(
+    settings: Any, given: dict[str, Any], apart: dict[str, Any], choices: Sequence[str], pairs: Sequence[Any], read: Any = None
+) -> None:  # fmt: skip
+    """What `ablate` and suites that are ablations do with their options."""
+    from . import inputs, registry
+    from .experiment import cells
+
+    if settings.seeds is None and given["seeds"] is None:
+        settings.seeds = list(range(5))
+    _take(settings, given, apart["set_"])
+    asked = cells(settings)
+    inputs.check(asked)
+    count = _workers(apart["workers"])
+    _warm(asked, count, apart["dry_run"])
+
+    from . import ablation
+    from . import bench as tables
+
+    method = registry.label(settings.methods[0])
+    studied = ablation.study(settings, choices, pairs)
+    for line in read.notes if read is not None else ():
+        out.print(line, highlight=False, markup=False)
+    if not apart["dry_run"]:
+        ablation.prove_all(studied, count, out)
+    wanted = [cell for one in studied if not one.idle for cell in (*one.base, *one.cells)]
+    planned = tables.plan([*asked, *wanted], apart["results"])
+    out.print(ablation.extent(studied), highlight=False, markup=False)
+    if apart["dry_run"]:
         out.print(tables.priced(planned, min(count, len(planned))))
         return
-    outcome = tables.bench(planned, results, count, out)
-    raise typer.Exit(_finish(outcome, reports if report else None, results))
+    outcome = tables.bench(planned, apart["results"], count, out)
+    outcome.ablation = ablation.document(studied, method)
+    title = f"Open choices of {method}: {outcome.title}" if read is None else read.title
+    outcome.named(
+        read.name if read else f"ablate-{method}", read.scale if read else None, title, read.notes if read else ()
+    )
+    raise typer.Exit(_finish(outcome, apart))
 
 
 def _take(settings: Any, given: dict[str, str | None], assignments: list[str] | None) -> None:
@@ -201,17 +262,23 @@ def _workers(text: str) -> int:
     return int(text)
 
 
-def _finish(outcome: Any, reports: Path | None, results: Path) -> int:
+def _finish(outcome: Any, apart: dict[str, Any]) -> int:
     """The table, the report, where they are, and what went wrong."""
-    from .report import read, report, tables
+    from . import records
+    from .report import ablation, asked, report, tables
 
+    results = apart["results"]
     if outcome.summaries:
-        stored = read.runs([p.folder for p in outcome.planned if p.folder.is_dir()])
-        out.print(tables.terminal(stored))
-        if reports is not None:
-            page = report(stored, reports / outcome.name, title=outcome.title, command=_command())
+        folders = [p.folder for p in outcome.planned if p.folder.is_dir()]
+        path = records.write_table(results, outcome.name, title=outcome.title, command=_command(), notes=outcome.notes,
+                                   runs=folders, ablation=outcome.ablation)  # fmt: skip
+        told = asked.find([path])
+        out.print(ablation.terminal(told.runs, told.ablation) if told.ablation else tables.terminal(told.runs))
+        if apart["report"]:
+            page = report(told.runs, apart["reports"] / outcome.name, title=told.title, command=told.command,
+                          notes=told.notes, ablation=told.ablation)  # fmt: skip
             out.print(f"report: {page}", highlight=False, soft_wrap=True)
-        out.print(f"runs:   {results}", highlight=False, soft_wrap=True)
+        out.print(f"runs:   {results}, listed in {path}", highlight=False, soft_wrap=True)
     for planned in outcome.planned:
         summary = outcome.summaries.get(planned.ready.digest, {})
         if summary.get("status") == "diverged":
@@ -228,6 +295,59 @@ def _command() -> str:
     import shlex
 
     return shlex.join(["protofl", *sys.argv[1:]])
+
+
+@app.command()
+@options_of(bench)
+def ablate(
+    method: Annotated[str, typer.Argument(help="A method (see `protofl methods`), METHOD+PLUGIN, or a file ./NAME.py.")],
+    choices: Annotated[
+        Text, typer.Option(help="Open choices, with commas (see `protofl methods NAME`); default: all of them.")
+    ] = None,
+    pairs: Annotated[
+        Optional[list[str]],  # noqa: UP045
+        typer.Option(help="Two choices, with a comma, that are tried in full; repeatable.")
+    ] = None,
+    **given: Any,
+) -> None:  # fmt: skip
+    """Try every reading of a method's open choices, one at a time, against the method as it is set.
+
+    Readings that the method's file claims to change nothing are proved equal instead of run. Default seeds: 0 to 4.
+    """
+    from . import registry
+    from .experiment import Settings
+
+    if given["methods"] is not None:
+        raise UserError("--methods: an ablation is of the one method that is named first")
+    apart = {key: given.pop(key) for key in APART}
+    if apart["suite"] is not None or apart["scale"] is not None:
+        raise UserError("--suite: `protofl suite run NAME` runs an ablation that is a suite")
+    wanted = [c.strip() for c in (choices or "").split(",") if c.strip()]
+    crossed = [tuple(c.strip() for c in pair.split(",")) for pair in pairs or []]
+    if any(len(pair) != 2 or not all(pair) for pair in crossed):
+        raise UserError("--pairs takes two choices, such as --pairs z_normalize,client_lr")
+    registry.check_choices(registry.known(method), [*wanted, *(c for pair in crossed for c in pair)])
+    _ablation(Settings(methods=[method]), given, apart, wanted, crossed)
+
+
+@suite_app.command("list")
+def suite_list() -> None:
+    """List the suites: what each is about, and its command."""
+    from . import describe
+
+    out.print(describe.all_suites())
+
+
+@suite_app.command("run")
+@options_of(bench)
+def suite_run(
+    name: Annotated[str, typer.Argument(help="A suite (see `protofl suite list`), or a file ./NAME.toml.")],
+    **given: Any,
+) -> None:
+    """Run a suite, or what is left of it: as `protofl bench --suite NAME`, whose options it has."""
+    if given["suite"] is not None:
+        raise UserError("--suite: the suite is the one that is named first")
+    _table({**given, "suite": name})
 
 
 @app.command()
@@ -304,7 +424,10 @@ def partition_(
 
 @app.command("report")
 def report_(
-    folders: Annotated[list[Path] | None, typer.Argument(help="Results folders or runs; default: results.")] = None,
+    folders: Annotated[
+        list[Path] | None,
+        typer.Argument(help="Results folders or runs, one table (results/tables/NAME.json), or one archive; default: results.")
+    ] = None,
     to: Annotated[Path, typer.Option("--out", help="Where the report is written.")] = Path("reports/report"),
     baseline: Annotated[Text, typer.Option(help="Method that others are compared with; default: fedavg, else the first.")] = None,
     target: Annotated[Text, typer.Option(help="Accuracy (GM, %) whose cost is told; default: the baseline's.")] = None,
@@ -312,26 +435,34 @@ def report_(
         Text, typer.Option(help="Test images, as positions with commas, on which Grad-CAM shows where the models look.")
     ] = None,
     formats: Annotated[str, typer.Option(help="What figures are written as, besides PNG: svg, pdf, or none.")] = "svg,pdf",
+    archive: Annotated[
+        Optional[Path],  # noqa: UP045
+        typer.Option(help="Pack the table and its runs, without weights, into NAME.tar.xz, of which the report can be made again.")
+    ] = None,
     data_dir: DataDir = None,
 ) -> None:  # fmt: skip
     """Write a report (HTML, Markdown; figures and tables as files) over stored runs."""
-    from .report import figures, read, report, tables
+    from .report import ablation, asked, figures, report, tables
 
     also = [] if formats == "none" else [name.strip() for name in formats.split(",")]
     if unknown := [name for name in also if name not in figures.VECTOR]:
         raise UserError(f"--formats: no {unknown[0]!r}; svg, pdf, both with a comma, or none")
 
-    stored = read.runs(folders or [Path("results")])
+    told = asked.find(folders or [Path("results")])
+    stored = told.runs
     goal = _percent(target)
     methods = {run.method for run in stored} | {run.name for run in stored}
     if baseline is not None and baseline not in methods:
         raise UserError(
             f"--baseline {baseline!r}: there is no run of it; there are {', '.join(sorted(filter(None, methods)))}"
         )
+    if archive is not None:
+        asked.pack(told, archive)
     if gradcam is not None:
         _look(stored, gradcam, data_dir)
-    page = report(stored, to, title="protofl report", command=_command(), baseline=baseline, target=goal, formats=also)
-    out.print(tables.terminal(stored))
+    page = report(stored, to, title=told.title, command=told.command or _command(), baseline=baseline, target=goal,
+                  formats=also, notes=told.notes, ablation=told.ablation)  # fmt: skip
+    out.print(ablation.terminal(stored, told.ablation) if told.ablation else tables.terminal(stored))
     out.print(f"report: {page}", highlight=False, soft_wrap=True)
 
 

@@ -11,7 +11,7 @@ from rich.console import Console, Group
 from rich.table import Table
 from rich.text import Text
 
-from . import options, registry
+from . import options, registry, suites
 from .cells import Cell
 from .errors import UserError
 from .protocol import Protocol
@@ -64,6 +64,16 @@ def one(name: str) -> Group:
         if needs:
             parts.append(Text("  it needs: " + ", ".join(f"{k}={options.text(v)}" for k, v in needs.items())))
     return Group(*parts)
+
+
+def all_suites() -> Table:
+    """A line per suite."""
+    table = Table(title="Suites", caption="protofl suite run NAME --scale laptop | paper | smoke; --dry-run prices it")
+    table.add_column("name", no_wrap=True)
+    table.add_column("what it is", overflow="fold")
+    for name in suites.shipped():
+        table.add_row(name, Text(suites.read(name).title))
+    return table
 
 
 def _bill(method: Method) -> Table:

@@ -11,10 +11,7 @@ from . import options, registry
 from . import protocol as protocols
 from .cells import Cell
 from .errors import UserError, nearest
-from .protocol import Protocol
-
-ALIASES = {"lr": "client_lr", "net": "model"}
-"""Short names of protocol fields."""
+from .protocol import ALIASES, Protocol
 
 LISTS = ("methods", "seeds", "beta")
 """Settings that take a list: every combination is a cell."""

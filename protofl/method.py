@@ -32,6 +32,7 @@ from torch import Tensor
 
 from .errors import UserError
 from .options import choice, flag, number, text, value
+from .same import Same
 from .tree import Rows, Tree
 
 if TYPE_CHECKING:
@@ -40,7 +41,7 @@ if TYPE_CHECKING:
 
 __all__ = [
     "OFF", "WEIGHTINGS", "Batch", "Bill", "Client", "Collect", "Diverged", "Exchange", "Group", "Last", "Method",
-    "Model", "Noise", "Plugin", "Program", "Rows", "Server", "Survey", "Task", "Train", "Tree", "View", "choice", "flag",
+    "Model", "Noise", "Plugin", "Program", "Rows", "Same", "Server", "Survey", "Task", "Train", "Tree", "View", "choice", "flag",
     "need", "number", "value",
 ]  # fmt: skip
 
@@ -357,6 +358,12 @@ class Method:
     """Protocol fields that a method preset needs, by its name."""
     open_fields: ClassVar[tuple[str, ...]] = ()
     """Protocol fields that this paper leaves open: shown with the options by `protofl methods NAME`."""
+    same: ClassVar[tuple[Same, ...]] = ()
+    """Readings that give what others give, always or where a choice cannot act: `protofl ablate` proves them."""
+    together: ClassVar[Mapping[tuple[str, Any], Mapping[str, Any]]] = {}
+    """Option values without which a reading, (option, value), is refused: an ablation sets them with it."""
+    crossed: ClassVar[tuple[tuple[str, str], ...]] = ()
+    """Pairs of choices that an ablation tries in full."""
     constant: ClassVar[tuple[str, ...]] = ()
     """Entries of `shared` that never change: billed once, with a client's first participation."""
     cost: ClassVar[float] = 1.0

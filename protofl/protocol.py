@@ -24,6 +24,9 @@ NUMBERS = 1
 
 METRICS = ("gm", "pm_v", "pm_l")
 
+ALIASES = {"lr": "client_lr", "net": "model"}
+"""Short names of protocol fields."""
+
 
 @dataclasses.dataclass(frozen=True)
 class Protocol:

@@ -28,7 +28,7 @@ import re
 import subprocess
 import sys
 import tempfile
-from collections.abc import Mapping
+from collections.abc import Mapping, Sequence
 from dataclasses import dataclass, field
 from importlib import metadata
 from pathlib import Path
@@ -322,6 +322,21 @@ class RunFolder:
             return None
         self.used[name] = set(clients.values())
         return State(notes["round"], tree.shared, tree.private, notes["met"], clients)
+
+
+def write_table(
+    results: Path, name: str, *, title: str, command: str, notes: Sequence[str], runs: Sequence[Path],
+    ablation: Mapping[str, Any] | None = None,
+) -> Path:  # fmt: skip
+    """Record what a table was asked for, `tables/NAME.json` below the results: a report is made of it again and again.
+
+    runs: their folders; ablation: as `protofl.ablation.document` has it.
+    """
+    path = results / "tables" / f"{name}.json"
+    path.parent.mkdir(parents=True, exist_ok=True)
+    folders = [folder.relative_to(results).as_posix() for folder in runs]
+    write_json(path, {"title": title, "command": command, "notes": list(notes), "runs": folders, "ablation": ablation})
+    return path
 
 
 def read_rows(path: Path) -> list[dict[str, Any]]:

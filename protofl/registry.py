@@ -168,6 +168,11 @@ def check_options(name: str, given: Iterable[str]) -> None:
             raise UserError(options.unknown(label(name), option, options_there))
 
 
+def check_choices(name: str, given: Iterable[str]) -> None:
+    """Refuse misspelt choices of an ablation: they are options of the method or protocol fields."""
+    check_options(name, [protocol.ALIASES.get(choice, choice) for choice in given])
+
+
 def _source(name: str) -> Path | None:
     """The file of a method of this package, or one that was given."""
     if is_path(name):

@@ -113,7 +113,8 @@ def prepare(cell: Cell) -> Prepared:
     source = registry.source_hash(cell.method.name)
     name = registry.label(cell.method.name)
     told = {"name": name, **registry.describe(method), "source": source}
-    fields_told = {**p.document(), "engine": engine, "dataset": data.name}
+    as_asked = p.document()
+    fields_told = {**as_asked, "engine": engine, "dataset": data.name}
     identity = {
         "numbers": NUMBERS,
         "method": told,
@@ -126,7 +127,7 @@ def prepare(cell: Cell) -> Prepared:
         "name": type(method).__name__,
         "method": {**told, "path": cell.method.name},
         "protocol": {**fields_told, **{n: getattr(p, n) for n in UNDIGESTED}},
-        "adapted": {n: v for n, v in adapted.document().items() if v != p.document().get(n)},
+        "adapted": {n: v for n, v in adapted.document().items() if v != as_asked.get(n)},
         "preset": cell.method.preset,
         "numbers": NUMBERS,
         "data": {

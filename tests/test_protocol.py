@@ -6,9 +6,9 @@ import json
 
 import pytest
 
-from protofl import options, protocol, registry
+from protofl import options, protocol, registry, suites
 from protofl.errors import UserError
-from protofl.experiment import Settings, cells, read_suite
+from protofl.experiment import Settings, cells
 from protofl.protocol import Protocol, digest
 
 
@@ -99,8 +99,7 @@ def test_protocol_fields_of_a_method_must_be_the_tables() -> None:
 def test_suite_file(tmp_path: object) -> None:
     path = tmp_path / "s.toml"  # type: ignore[operator]
     path.write_text('methods = ["fedavg", "moon"]\nbeta = [0.1, 0.5]\nseeds = [3]\nrounds = 2\n[method.moon]\nmu = 4\n')
-    s = Settings()
-    read_suite(path, s)
+    s = suites.read(str(path)).parts[0]
     made = cells(s)
     assert [(c.method.name, c.protocol.beta, c.protocol.seed) for c in made] == [
         ("fedavg", 0.1, 3), ("moon", 0.1, 3), ("fedavg", 0.5, 3), ("moon", 0.5, 3),
@@ -159,10 +158,8 @@ def test_set_is_refused(text: str) -> None:
 def test_suite_files_of_wrong_types_are_refused(text: str, tmp_path: object) -> None:
     path = tmp_path / "s.toml"  # type: ignore[operator]
     path.write_text(text + "\n")
-    s = Settings()
     with pytest.raises(UserError) as caught:
-        read_suite(path, s)
-        cells(s)
+        cells(suites.read(str(path)).parts[0])
     assert "\n" not in str(caught.value)
 
 

@@ -10,9 +10,9 @@ import pytest
 from rich.console import Console
 from test_cli import protofl, runs
 
-from protofl import cli
+from protofl import cli, suites
 from protofl.errors import UserError
-from protofl.experiment import Settings, cells, read_suite
+from protofl.experiment import Settings, cells
 from protofl.sweeps import SWEEPS
 
 
@@ -55,8 +55,7 @@ def test_a_suite_file_has_a_grid(tmp_path: Path) -> None:
     (tmp_path / "s.toml").write_text(
         'methods = ["fedavg"]\nseeds = [0]\n[over]\nlocal_epochs = [1, 2]\nlr = [0.1, 0.2]\n'
     )
-    settings = Settings()
-    read_suite(tmp_path / "s.toml", settings)
+    settings = suites.read(str(tmp_path / "s.toml")).parts[0]
     assert {(c.protocol.local_epochs, c.protocol.client_lr) for c in cells(settings)} == {
         (1, 0.1), (1, 0.2), (2, 0.1), (2, 0.2)
     }  # fmt: skip
@@ -140,8 +139,7 @@ def test_the_command_line_wins_over_the_suite(tmp_path: Path) -> None:
     (tmp_path / "s.toml").write_text(
         'methods = ["moon"]\nseeds = [0]\nrounds = 3\nbeta = 0.5\n[method.moon]\nmu = 2\n[over]\nlocal_epochs = [1, 2]\n'
     )
-    settings = Settings()
-    read_suite(tmp_path / "s.toml", settings)
+    settings = suites.read(str(tmp_path / "s.toml")).parts[0]
     settings.take("local_epochs", "7", "test")
     settings.take_grid(["rounds=4,5", "moon.mu=1,5"], {"beta": "0.1,1"})
     made = cells(settings)
@@ -164,8 +162,7 @@ def test_nested_options_and_lists_in_a_suite(tmp_path: Path) -> None:
     (tmp_path / "s.toml").write_text(
         'methods = ["moon"]\nseeds = [0]\n[over]\nmetrics = [["gm"], ["gm", "pm_v"]]\n[over.moon]\nmu = [1, 5]\n'
     )
-    settings = Settings()
-    read_suite(tmp_path / "s.toml", settings)
+    settings = suites.read(str(tmp_path / "s.toml")).parts[0]
     assert [(c.protocol.metrics, dict(c.method.given)["mu"]) for c in cells(settings)] == [
         (("gm",), 1), (("gm",), 5), (("gm", "pm_v"), 1), (("gm", "pm_v"), 5)
     ]  # fmt: skip

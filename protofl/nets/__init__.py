@@ -7,6 +7,7 @@ logits = net(w, x)
 
 from __future__ import annotations
 
+import functools
 from typing import TypeVar
 
 from ..errors import UserError, nearest
@@ -46,6 +47,7 @@ NETS = {
 }
 
 
+@functools.lru_cache(maxsize=32)  # a net holds no weights
 def build(
     name: str,
     *,

@@ -17,6 +17,7 @@ Every net has the same parts, told apart by the beginnings of names:
 from __future__ import annotations
 
 import copy
+import functools
 import hashlib
 import math
 import re
@@ -232,6 +233,7 @@ class Net:
                 out["total"] += math.prod(shape)
         return out
 
+    @functools.cached_property
     def macs(self) -> int:
         """Multiply-adds of convolutions and linear layers in the forward pass of one sample."""
         w = Tree({e.name: torch.zeros(e.shape) for e in self.table()})

@@ -38,7 +38,7 @@ class Cell:
     link: str = ""
 
 
-WORDS = {"status", "remark", "options", "paper", "table", "settings that differ", "not stated"}
+WORDS = {"status", "remark", "options", "paper", "table", "settings that differ", "not stated", "why", "acts with"}
 """Columns that hold words wherever they stand."""
 
 

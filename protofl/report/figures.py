@@ -338,6 +338,35 @@ def draw_cost(tidy: pd.DataFrame) -> Figure:
     return figure
 
 
+def draw_effects(tidy: pd.DataFrame, split: float | None) -> Figure:
+    """Differences to the default with their intervals, a line per reading; split: what another split does, a share of 1."""
+    figure, (ax,) = blank(7.4, 0.21 * len(tidy) + 1.1)
+    mine = tidy.iloc[::-1].assign(**{n: 100 * tidy[n].astype(float) for n in ("mean", "low", "high")})
+    at = np.arange(len(mine))
+    if split is not None:
+        ax.axvspan(-100 * split, 100 * split, color="#eeeeee", linewidth=0, zorder=0)
+    ax.axvline(0, color="#666666", linewidth=0.9, zorder=1)
+    ax.hlines(at, mine["low"], mine["high"], color="#8fb3d1", linewidth=2.4, zorder=2)
+    clear = ((mine["low"] > 0) | (mine["high"] < 0)).to_numpy()
+    ax.scatter(mine["mean"], at, s=26, zorder=3, edgecolor="#0072b2", facecolor=np.where(clear, "#0072b2", "#ffffff"))
+    names = [short(plain(f"{choice} = {reading}"), 48) for choice, reading in zip(mine["choice"], mine["reading"])]
+    ax.set_yticks(at, names, fontsize=7.5)
+    ax.set_ylim(-0.7, len(mine) - 0.3)
+    ax.set_xlabel("reading minus default, percentage points")
+    if wide_signed(mine["mean"]):
+        ax.set_xscale("symlog", linthresh=1.0)
+        plain_numbers(ax.xaxis)
+    ax.grid(False, axis="y")
+    ax.tick_params(axis="y", length=0)
+    return figure
+
+
+def wide_signed(values: pd.Series) -> bool:
+    """Whether a few values would press all others against 0."""
+    sizes = values.abs()
+    return bool(sizes.max() > 20 * max(float(sizes.median()), 0.1))
+
+
 def draw_split(tidy: pd.DataFrame) -> Figure:
     """Samples by client and class as a heat map, with the clients' sizes beside it."""
     from matplotlib.colors import PowerNorm

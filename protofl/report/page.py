@@ -3,14 +3,17 @@
 from __future__ import annotations
 
 import os
-from collections.abc import Iterable, Sequence
+from collections.abc import Iterable, Mapping, Sequence
 from pathlib import Path
+from typing import Any
 
 from ..errors import UserError
+from . import ablation as ablations
 from . import comparison, describe, figures, html, looks, markdown, papers, pictures, sections, summary, sweeps, tables
 from .blocks import Block, Cell, Code, Heading, Table, Text
 from .content import DATA, Report
 from .groups import Setting
+from .markdown import escape
 from .read import UNFINISHED, Run
 from .read import runs as read_runs
 
@@ -20,19 +23,21 @@ Given = Run | Path | str
 def report(
     runs: Given | Iterable[Given], out: Path | str, *, title: str, command: str | None = None,
     baseline: str | None = None, target: float | None = None, formats: Sequence[str] = figures.VECTOR,
+    notes: Sequence[str] = (), ablation: Mapping[str, Any] | None = None,
 ) -> Path:  # fmt: skip
     """Write `out`/README.md and index.html with their figures, tables and data, and return the latter's path.
 
     `runs`: runs, or folders with runs (one, or a sequence of them). `command`: the command line to be quoted. `baseline`:
     the method that others are compared with (default: FedAvg, else the first); `target`: a GM, as a share of 1, whose cost
-    is told (default: the baseline's). `formats`: what figures are written as, besides PNG: "svg", "pdf".
+    is told (default: the baseline's). `formats`: what figures are written as, besides PNG: "svg", "pdf". `notes`: what a
+    reader should know of the table; `ablation`: its rows, as a recorded table has them.
     The same records give the same bytes.
     """
     found = _runs(runs)
     out = Path(out)
     try:
         out.mkdir(parents=True, exist_ok=True)
-        blocks = _blocks(Report(found, out, baseline, target, formats), title, command)
+        blocks = _blocks(Report(found, out, baseline, target, formats), title, command, notes, ablation)
         (out / "README.md").write_text(markdown.write(blocks), "utf-8", newline="\n")
         page = out / "index.html"
         page.write_text(html.write(blocks, out, command), "utf-8", newline="\n")
@@ -51,23 +56,31 @@ def _runs(given: Given | Iterable[Given]) -> list[Run]:
     return found
 
 
-def _blocks(made: Report, title: str, command: str | None) -> list[Block]:
-    parts: list[Block] = [Heading(title, 1), *summary.summary(made), *_opening(made, command)]
-    parts += [*comparison.ranks(made), *sweeps.sweeps(made)]
-    for s in made.settings:
-        parts += _setting(made, s)
+def _blocks(
+    made: Report, title: str, command: str | None, notes: Sequence[str], ablation: Mapping[str, Any] | None
+) -> list[Block]:  # fmt: skip
+    parts: list[Block] = [Heading(title, 1)]
+    if notes:
+        parts.append(Text("\n".join(f"* {escape(note)}" for note in notes)))
+    if ablation is not None:
+        parts += [*_opening(made, command, False), *ablations.blocks(made, ablation)]
+    else:
+        parts += [*summary.summary(made), *_opening(made, command), *comparison.ranks(made), *sweeps.sweeps(made)]
+        for s in made.settings:
+            parts += _setting(made, s)
     files = "\n".join(f"* [{name}](data/{name}): {what}" for name, what in DATA.items())
-    return [*parts, Heading("Runs"), _run_list(made), Heading("Data"), Text(files)]
+    labels = ablations.labels(ablation) if ablation is not None else {}
+    return [*parts, Heading("Runs"), _run_list(made, labels), Heading("Data"), Text(files)]
 
 
-def _opening(made: Report, command: str | None) -> list[Block]:
-    """The command, the versions, and which settings there are."""
+def _opening(made: Report, command: str | None, settings: bool = True) -> list[Block]:
+    """The command, the versions, and (settings) which settings there are."""
     parts: list[Block] = [Text("Made from records by this command:"), Code(command)] if command else []
     if versions := describe.versions(made.runs):
         parts.append(Text(versions))
     if not made.settings:
         parts.append(Text("**No run could be read**; the list below says why."))
-    if len(made.settings) > 1:
+    if settings and len(made.settings) > 1:
         heads = ["setting", *made.settings[0].differs, "methods"]
         rows = [
             [Cell(str(s.number), s.number), *map(Cell, s.differs.values()), Cell(", ".join(e.label for e in s.entries))]
@@ -103,8 +116,8 @@ def _setting(made: Report, s: Setting) -> list[Block]:
 # ---- traceability -----------------------------------------------------------------------------------------
 
 
-def _run_list(made: Report) -> Table:
-    """Every folder, what it is, whether it counts, and why not."""
+def _run_list(made: Report, labels: Mapping[str, str]) -> Table:
+    """Every folder, what it is (labels: by digest, of those that have a better name), whether it counts, and why not."""
     used = {run.path for s in made.settings for e in s.entries for run in e.used}
     where = {run.path: s.number for s in made.settings for run in s.runs}
     label = {run.path: e.label for s in made.settings for e in s.entries for run in e.runs}
@@ -120,7 +133,7 @@ def _run_list(made: Report) -> Table:
             [
                 Cell(_relative(run.path, made.out)),
                 Cell(run.digest or tables.MISSING),
-                Cell(label.get(run.path, run.name or tables.MISSING)),
+                Cell(labels.get(run.digest) or label.get(run.path, run.name or tables.MISSING)),
                 Cell(str(run.seed) if run.known else tables.MISSING),
                 Cell(str(where.get(run.path, tables.MISSING))),
                 Cell(run.status),

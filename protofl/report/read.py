@@ -142,12 +142,12 @@ def find(path: Path) -> Iterator[Path]:
         inner.sort()
 
 
-def read(path: Path) -> Run:
-    """One run folder, whatever its state."""
+def read(path: Path, shown: Path | None = None) -> Run:
+    """One run folder, whatever its state; shown: the path that it goes by, if it is another."""
     document, problem = _document(path / "protocol.json")
     problem = problem or _protocol_problem(document)
     if problem:
-        return Run(path, DAMAGED, problem)
+        return Run(shown or path, DAMAGED, problem)
     rounds, notes, broken = _rounds(path / "rounds.jsonl")
     summary, summary_problem = _document(path / "summary.json")
     env, _ = _document(path / "env.json")
@@ -160,7 +160,7 @@ def read(path: Path) -> Run:
     elif summary_problem and status != FINISHED:
         notes = [*notes, summary_problem]
     return Run(
-        path,
+        shown or path,
         status,
         "; ".join(filter(None, [reason, *notes])),
         str(document.get("digest", "")),

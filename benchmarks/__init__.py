@@ -1,0 +1,1 @@
+"""Suites, as files of the package: `protofl suite list`."""
