@@ -64,11 +64,15 @@ Rescale = Callable[[Any, Any, Any], Any]
 
 @dataclass(frozen=True)
 class Sides:
-    """What a claim says to be equal, as cells; rescale: what undoes a factor on the left."""
+    """What a claim says to be equal, as cells; rescale: what undoes a factor on the left.
+
+    alike: whether both sides score in the same way; of another method's headline the predictions alone are compared.
+    """
 
     left: Cell
     right: Cell
     rescale: Rescale | None = None
+    alike: bool = True
 
 
 @dataclass(frozen=True)
@@ -198,7 +202,7 @@ def study(settings: Settings, choices: Sequence[str] = (), pairs: Sequence[Seque
             one.cells = _legal(_cells(settings, {**row.beside, **row.changed}), told)
             one.claims = list(_claims(settings, row, ready, name))
         except UserError as refusal:
-            one.refused = str(refusal)
+            one.base, one.refused = [], str(refusal)
             one.instead = _instead(row, ready, name)
         made.append(one)
     return made
@@ -256,9 +260,10 @@ def _claims(settings: Settings, row: Row, ready: run.Prepared, name: str) -> Ite
         left = _cells(settings, keys(same.beside) | dict(row.changed) | keys(scaled))
         other = copy.deepcopy(settings)
         if same.method:
-            other.methods, other.options = [same.method], {}
+            known, given = options.fields(registry.load(same.method)), settings.options.get(name, {})
+            other.methods, other.options = [same.method], {same.method: {k: v for k, v in given.items() if k in known}}
         right = _cells(other, keys(same.beside) | keys(same.against))
-        yield same, Sides(left[0], right[0], same.rescale)
+        yield same, Sides(left[0], right[0], same.rescale, not same.method)
 
 
 # ---- proofs ---------------------------------------------------------------------------------------------------------
@@ -273,8 +278,8 @@ def prove(sides: Sides, tell: Any = None) -> Proved:
         fed.introduce()
     gap = 0.0
     for t in range(count):
-        scores = [_play(fed, x, t, rescale) for (fed, x), rescale in zip(both, (sides.rescale, None))]
-        gap = max(gap, _apart(*scores))
+        left, right = (_play(fed, x, t, rescale) for (fed, x), rescale in zip(both, (sides.rescale, None)))
+        gap = max(gap, _apart(left, right, sides.alike))
     return Proved(gap, count)
 
 
@@ -285,32 +290,51 @@ def _federation(cell: Cell) -> tuple[Federation, torch.Tensor]:
     return Federation(ready.method, made), test.pipeline.test(test.x[:IMAGES])
 
 
+HEADLINE = "the headline"
+"""The name of the first scores, beside the name that a method gives them."""
+
 Scores = Mapping[str, torch.Tensor | None]
 
 
 def _play(fed: Federation, x: torch.Tensor, t: int, rescale: Rescale | None) -> list[Scores]:
-    """Round t -> the scores of the global model and of clients' own models."""
+    """Round t -> the scores of the global model and, where they are measured, of clients' own models."""
     played = fed.play(t)
     if rescale is not None:
         fed.shared = rescale(fed, played, fed.shared)
-    models = [fed.global_model(), *(model for _, model in itertools.islice(fed.personal(played), CLIENTS))]
+    models = [fed.global_model()]
+    if set(fed.protocol.metrics) - {"gm"}:
+        models += [model for _, model in itertools.islice(fed.personal(played), CLIENTS)]
     return [_scores(fed, model, x) for model in models]
 
 
 def _scores(fed: Federation, model: Model | None, x: torch.Tensor) -> Scores:
-    """By name, the headline beside them under a name that all methods share."""
+    """By name, the first beside them as the headline."""
     if model is None:
-        return {"headline": None}
+        return {HEADLINE: None}
     with torch.no_grad():
         out = model.scores(fed.task.net.bound("eval"), model.tree, x)
     named = out if isinstance(out, dict) else {"network": out}
-    return {**named, "headline": next(iter(named.values()))}
+    return {**named, HEADLINE: next(iter(named.values()))}
 
 
-def _apart(a: Sequence[Scores], b: Sequence[Scores]) -> float:
-    """The largest difference of the scores that both have, in units of the larger of 1 and the score."""
-    pairs = [(x[name], y[name]) for x, y in zip(a, b) for name in x.keys() & y.keys()]
-    return max(map(_distance, *zip(*pairs)), default=0.0)
+def _apart(a: Sequence[Scores], b: Sequence[Scores], alike: bool) -> float:
+    """The largest difference of the scores that both have, in units of the larger of 1 and the score.
+
+    alike: of the headlines too, else of their predictions, where any difference is infinite.
+    """
+    gap = 0.0
+    for x, y in zip(a, b):
+        for name in x.keys() & y.keys():
+            if name == HEADLINE and not alike:
+                gap = max(gap, _disagree(x[name], y[name]))
+            else:
+                gap = max(gap, _distance(x[name], y[name]))
+    return gap
+
+
+def _disagree(x: torch.Tensor | None, y: torch.Tensor | None) -> float:
+    same = x is y if x is None or y is None else bool((x.argmax(-1) == y.argmax(-1)).all())
+    return 0.0 if same else math.inf
 
 
 def _distance(x: torch.Tensor | None, y: torch.Tensor | None) -> float:
@@ -334,7 +358,11 @@ def prove_all(studied: Sequence[Studied], count: int, console: Console) -> None:
         console.print(f"claim {number + 1} of {len(asked)}: {_told(one, i)}", highlight=False, markup=False)
 
     items = [one.claims[i][1] for one, i in asked]
-    workers.run(items, prove, count, lambda number, event: None, ended)
+    if min(count, len(items)) == 1:
+        for number, sides in enumerate(items):
+            ended(number, prove(sides), None)
+    else:
+        workers.run(items, prove, count, lambda number, event: None, ended)
 
 
 def _told(one: Studied, i: int) -> str:

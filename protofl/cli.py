@@ -437,7 +437,7 @@ def report_(
     formats: Annotated[str, typer.Option(help="What figures are written as, besides PNG: svg, pdf, or none.")] = "svg,pdf",
     archive: Annotated[
         Optional[Path],  # noqa: UP045
-        typer.Option(help="Pack the table and its runs, without weights, into NAME.tar.xz, of which the report can be made again.")
+        typer.Option(help="Pack the table and its runs, without weights, into NAME.tar.xz: enough for the report.")
     ] = None,
     data_dir: DataDir = None,
 ) -> None:  # fmt: skip
