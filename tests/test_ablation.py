@@ -136,7 +136,8 @@ ELSEWHERE: list[tuple[str, tuple[str, ...], dict[str, Any]]] = [
     ("fednh", ("pm_proto",), {"metrics": ["gm"]}),
     ("moon", ("contrast_feature",), {"model": "mlp_plain"}),
     ("fedcspc", ("kmeans_init", "kmeans_space"), {"method": {"fedcspc": {"n_clusters": 1, "calib_epochs": 2}}}),
-@pytest.mark.parametrize(("method", "choices", "given"), ELSEWHERE, ids=str)
+    ("fedcspc", ("reg_form", "reg_weights", "max_triplets"),
+     {"rounds": 2, "method": {"fedcspc": {"local_reg": "P", "calib_epochs": 2}}}),
     ("fedcspc", ("pos_mix", "margin_metric", "con_form"),
      {"rounds": 2, "method": {"fedcspc": {"calib_losses": "ce", "calib_epochs": 2}}}),
     ("fedcspc", ("eta", "calib_lr_schedule"), {"rounds": 2, "method": {"fedcspc": {"calib_epochs": 0}}}),
