@@ -52,7 +52,7 @@ class Suite:
     notes: tuple[str, ...] = ()
     ablate: str | None = None
     choices: tuple[str, ...] = ()
-    pairs: tuple[str, ...] = ()
+    pairs: tuple[tuple[str, ...], ...] = ()
 
 
 @functools.cache
@@ -98,8 +98,14 @@ def read(asked: str, scale: str | None = None) -> Suite:
     layers = [_layers(part, own, chosen, where) for part in parts]
     shared = document if ablate is None else {**document, "methods": ablate}
     made = [_settings([shared, *each], scale == "smoke", where) for each in layers if not each[-1].get("skip")]
+    if not made:
+        raise UserError(f"{where}: every part is left out at scale {scale}")
+    if ablate is not None and (not isinstance(ablate, str) or len(made) > 1):
+        raise UserError(f"{where}: ablate is the name of one method, of a suite in one part")
     _known(unknown, where)
     choices = own.get("choices", choices)
+    if not _words(choices) or not (isinstance(pairs, list) and all(_words(pair) and len(pair) == 2 for pair in pairs)):
+        raise UserError(f"{where}: choices is a list of names, pairs a list of lists of two names")
     notes = [str(document["about"])] if "about" in document else []
     notes += [f"Scale {scale}." + (f" Cut: {own['cut']}" if "cut" in own else "")] if scale else []
     notes += (
@@ -108,7 +114,7 @@ def read(asked: str, scale: str | None = None) -> Suite:
     notes += (
         [f"Unknown in the paper, chosen here: {'; '.join(f'{k}: {v}' for k, v in unknown.items())}."] if unknown else []
     )
-    return Suite(path.stem, title, scale, tuple(made), tuple(notes), ablate, tuple(choices), tuple(pairs))
+    return Suite(path.stem, title, scale, tuple(made), tuple(notes), ablate, tuple(choices), tuple(map(tuple, pairs)))
 
 
 def _document(path: Path, where: str) -> dict[str, Any]:
@@ -124,6 +130,11 @@ def _table(value: Any, where: str) -> dict[str, Any]:
     if not isinstance(value, dict):
         raise UserError(f"{where} must be a table")
     return value
+
+
+def _words(value: Any) -> bool:
+    """Whether it is a list of texts."""
+    return isinstance(value, list) and all(isinstance(one, str) for one in value)
 
 
 def _known(unknown: Mapping[str, Any], where: str) -> None:
