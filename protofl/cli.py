@@ -54,8 +54,10 @@ def root(
     version: Annotated[
         bool, typer.Option("--version", callback=_version, is_eager=True, help="Show the version.")
     ] = False,
+    debug: Annotated[bool, typer.Option("--debug", help="Show the traceback of bad input too.")] = False,
 ) -> None:
-    pass
+    if debug:
+        os.environ["PROTOFL_DEBUG"] = "1"
 
 
 @app.command()
@@ -274,6 +276,8 @@ def _finish(outcome: Any, apart: dict[str, Any]) -> int:
                                    runs=folders, ablation=outcome.ablation)  # fmt: skip
         told = asked.find([path])
         out.print(ablation.terminal(told.runs, told.ablation) if told.ablation else tables.terminal(told.runs))
+        for odd in tables.odd(told.runs) if told.ablation is None else ():
+            out.print(f"look twice: {odd}", highlight=False, markup=False)
         if apart["report"]:
             page = report(told.runs, apart["reports"] / outcome.name, title=told.title, command=told.command,
                           notes=told.notes, ablation=told.ablation)  # fmt: skip
@@ -501,16 +505,25 @@ def eval_(run: Annotated[Path, typer.Argument(help="The folder of a run.")], dat
     raise typer.Exit(0 if told["stored"] == told["again"] else 1)
 
 
+OURS = """This is a fault of protofl or of a method file, not of what you asked for. Please report the lines above with
+the command ({command}), protofl {version} and Python {python}; what was computed until here is kept."""
+
+
 def main() -> None:
     """The script `protofl`."""
-    debug = os.environ.get("PROTOFL_DEBUG") == "1"
     try:
         app()
     except UserError as e:
-        if debug:
+        if os.environ.get("PROTOFL_DEBUG") == "1":
             raise
         typer.echo(f"Error: {e}", err=True)
         sys.exit(2)
+    except Exception:
+        import traceback
+
+        traceback.print_exc()
+        typer.echo(OURS.format(command=_command(), version=__version__, python=sys.version.split()[0]), err=True)
+        sys.exit(1)
     except KeyboardInterrupt:
         typer.echo("interrupted: finished rounds are stored, the same command resumes", err=True)
         sys.exit(130)

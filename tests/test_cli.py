@@ -17,6 +17,7 @@ import pytest
 from rich.console import Console
 
 from protofl import cli, options, registry
+from protofl.errors import UserError
 from protofl.records import read_rows
 
 PROTOFL = [sys.executable, "-c", "from protofl.cli import main; main()"]
@@ -109,7 +110,7 @@ def test_report_and_eval_of_stored_runs(table: tuple[Path, str]) -> None:
         assert "--formats" in said and not (folder / "other").exists()
     protofl("report", "results", "--out", "other", "--formats", "none", cwd=folder)
     assert {path.suffix for path in (folder / "other/figures").iterdir()} == {".png", ".csv"}
-    run = next((folder / "results").glob("*/*"))
+    run = next((folder / "results").glob("*/*/protocol.json")).parent
     assert "DIFFERS" not in protofl("eval", run, cwd=folder)
 
 
@@ -341,3 +342,23 @@ def test_bad_input_ends_quickly(trap: Path) -> None:
 def test_wrong_words_of_the_command_line(tmp_path: Path) -> None:
     assert "No such option" in protofl("bench", "--lrr", "1", cwd=tmp_path, code=2)
     assert "No such command" in protofl("benhc", cwd=tmp_path, code=2)
+
+
+def test_a_traceback_of_bad_input_is_for_who_asks(tmp_path: Path, monkeypatch: pytest.MonkeyPatch) -> None:
+    monkeypatch.setenv("PROTOFL_DEBUG", "0")
+    words = ("bench", "--methods", "fedprocc")
+    assert "Traceback" not in protofl(*words, cwd=tmp_path, code=2)
+    with pytest.raises(UserError, match="did you mean"):
+        protofl("--debug", *words, cwd=tmp_path)
+
+
+def test_a_fault_of_ours_is_not_hidden(tmp_path: Path, monkeypatch: pytest.MonkeyPatch) -> None:
+    """Its traceback, the command, and that it should be reported."""
+
+    def fault(*_: Any) -> None:
+        raise ZeroDivisionError("on purpose")
+
+    monkeypatch.setattr("protofl.inputs.check", fault)
+    said = protofl("bench", "--seeds", 0, cwd=tmp_path, code=1)
+    assert "Traceback" in said and "ZeroDivisionError: on purpose" in said
+    assert "Please report" in said and "protofl bench --seeds 0" in said

@@ -9,11 +9,14 @@ from __future__ import annotations
 import multiprocessing as mp
 import os
 import signal
+import sys
 import threading
 import traceback
 from collections import deque
-from collections.abc import Callable, Mapping, Sequence
+from collections.abc import Callable, Iterator, Mapping, Sequence
+from contextlib import contextmanager
 from multiprocessing.connection import Connection, wait
+from types import ModuleType
 from typing import Any
 
 from ..errors import UserError
@@ -32,6 +35,20 @@ def _context() -> Any:
     return mp.get_context("forkserver" if "forkserver" in mp.get_all_start_methods() else "spawn")
 
 
+@contextmanager
+def without_main() -> Iterator[None]:
+    """Processes that start meanwhile import this package, and not the user's script, which would run once more in each.
+
+    What they are given names things of this package or files, never objects of the script.
+    """
+    main = sys.modules["__main__"]
+    sys.modules["__main__"] = ModuleType("__main__")
+    try:
+        yield
+    finally:
+        sys.modules["__main__"] = main
+
+
 def warm(modules: Sequence[str]) -> None:
     """Begin to import what workers will need, in the process that forks them, while this one does other things."""
     context = _context()
@@ -39,7 +56,8 @@ def warm(modules: Sequence[str]) -> None:
         from multiprocessing import forkserver
 
         context.set_forkserver_preload(list(modules))
-        forkserver.ensure_running()
+        with without_main():
+            forkserver.ensure_running()
 
 
 def _outlive_no_parent() -> None:
@@ -73,7 +91,8 @@ class Worker:
         context = _context()
         self.pipe, theirs = context.Pipe()
         self.process = context.Process(target=_serve, args=(theirs, job))
-        self.process.start()
+        with without_main():
+            self.process.start()
         theirs.close()
         self.item: int | None = None
 

@@ -11,6 +11,7 @@ from .blocks import Block, Cell, Table, Text
 from .content import Report
 from .groups import Entry, Setting
 from .markdown import escape
+from .oddities import oddities
 from .read import DIVERGED, FINISHED
 from .sections import missing
 from .select import last
@@ -61,6 +62,7 @@ def _outcome(made: Report, s: Setting) -> list[str]:
     told += [_single(s)] if told else []
     if checked := describe.checks(s):
         told.append(f"Checked: {checked}.")
+    told += [f"Look twice: {escape(odd)}." for odd in oddities(s)]
     where = f"Setting {s.number}. " if len(made.settings) > 1 else ""
     return [where + line for line in told if line]
 

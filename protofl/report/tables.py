@@ -13,6 +13,7 @@ from rich.text import Text
 
 from .blocks import Cell
 from .groups import Entry, Setting, settings
+from .oddities import oddities
 from .read import Run, number
 from .select import METRICS, RULES, Row, evaluated, last, mean, undefined, value
 
@@ -372,3 +373,9 @@ def _caption(made: Sequence[Setting], tidy: pd.DataFrame) -> str:
         parts.append(f"{MISSING}: not measured")
     lines = [f"setting {s.number}: {s.name}" for s in made if s.name]
     return "\n".join([*lines, "; ".join(parts)])
+
+
+def odd(runs: Sequence[Run]) -> list[str]:
+    """What should make a reader look twice, a sentence each."""
+    made = settings(runs)
+    return [f"setting {s.number}: {told}" if len(made) > 1 else told for s in made for told in oddities(s)]
