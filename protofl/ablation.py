@@ -376,12 +376,12 @@ def _told(one: Studied, i: int) -> str:
 
 
 def extent(studied: Sequence[Studied]) -> str:
-    """What an ablation is about to do, in a line."""
-    idle, refused = sum(one.idle for one in studied), sum(bool(one.refused) for one in studied)
-    choices = len({one.row.choice for one in studied})
+    """What an ablation is about to do, in a line; before the proofs: what will be proved."""
+    idle = sum(one.idle or (not one.proofs and any(same.idle for same, _ in one.claims)) for one in studied)
+    refused, choices = sum(bool(one.refused) for one in studied), len({one.row.choice for one in studied})
     return (
-        f"{len(studied)} readings of {choices} choices: {len(studied) - idle - refused} are run, {idle} are proved to change "
-        f"nothing, {refused} cannot be set here"
+        f"{len(studied)} readings of {choices} choices: {len(studied) - idle - refused} to run, {idle} proved to change nothing "
+        f"instead, {refused} cannot be set here"
     )
 
 

@@ -85,7 +85,14 @@ def test_fedproc_has_every_row_of_its_table() -> None:
     assert splits == [1, 2, 3, 4]
 
 
-@pytest.mark.parametrize("method", registry.names())
+@pytest.mark.parametrize(
+    "method",
+    [
+        "fedavg",
+        "fedproc",
+        *(pytest.param(m, marks=pytest.mark.slow) for m in registry.names() if m not in ("fedavg", "fedproc")),
+    ],
+)
 def test_a_row_differs_from_its_base_in_its_reading_alone(method: str) -> None:
     for one in ablation.study(settings(method)):
         for cell, base in zip(one.cells, one.base, strict=True):
@@ -112,7 +119,7 @@ def test_pairs_are_crossed_in_full() -> None:
 # ---- proofs ---------------------------------------------------------------------------------------------------------
 
 
-@pytest.mark.parametrize("method", SIX)
+@pytest.mark.parametrize("method", [pytest.param(m, marks=pytest.mark.slow) if m == "fedcspc" else m for m in SIX])
 def test_every_claim_that_applies_holds(method: str) -> None:
     """On the embedded data; BatchNorm, clusters and other settings in which a claim applies are below."""
     for one in studied(
@@ -322,5 +329,9 @@ def test_wrong_words_are_refused(words: tuple[str, ...], said: str, tmp_path: Pa
 
 
 def test_a_dry_run_prices_and_runs_nothing(tmp_path: Path) -> None:
-    said = protofl("ablate", "moon", "--choices", "mu,prev_age", "--seeds", 0, "--dry-run", cwd=tmp_path)
-    assert "moon beta 0.5 mu 10 seed 0" in said and "are proved" in said and not (tmp_path / "results").exists()
+    said = protofl("ablate", "moon", "--choices", "mu,prev_age,frozen_mode", "--seeds", 0, "--dry-run", cwd=tmp_path)
+    assert (
+        "moon beta 0.5 mu 10 seed 0" in said
+        and "2 proved to change nothing instead" in said
+        and not (tmp_path / "results").exists()
+    )

@@ -57,7 +57,13 @@ def test_every_file_says_what_it_is(name: str) -> None:
         assert len([c for p in paper.parts for c in cells(p)]) >= len([c for p in small.parts for c in cells(p)])
 
 
-@pytest.mark.parametrize("name", sorted(suites.shipped()))
+QUICK = {"moon-table3", "fednh-rho", "fedcspc-figure6", "scalability", "pitfalls-scaffold", "smoke"}
+"""One of every kind; the others are slow tests."""
+
+
+@pytest.mark.parametrize(
+    "name", [pytest.param(n, marks=[] if n in QUICK else pytest.mark.slow) for n in sorted(suites.shipped())]
+)
 def test_every_suite_runs_at_smoke(name: str, store: Path) -> None:
     said = protofl("suite", "run", name, "--scale", "smoke", "--workers", 1, "--no-report", cwd=store)
     assert "A smoke run" in said and "failed" not in said

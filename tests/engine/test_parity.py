@@ -64,17 +64,18 @@ def test_engines_agree(case: tuple[str, dict[str, Any]]) -> None:
     agree(method, **(SHORT if given else {"rounds": 3}))
 
 
+PROTOCOLS: list[dict[str, Any]] = [
+    {"augment": False, "drop_last": True, "short_client": "skip", "participation": 1.0, "crew": 2},
+    {"bn_buffers": "local", "optimizer_reset": "never"},
+    {"grad_clip_norm": 0.0, "momentum": 0.0, "weight_decay": 0.0, "server_lr": 0.5, "model_weighting": "uniform"},
+    {"participation": 0.15},
+    {"batch_size": 1, "client_lr": 0.005, "rounds": 1},
+]
+
+
 @pytest.mark.parametrize("name", registry.names())
 @pytest.mark.parametrize(
-    "fields",
-    [
-        {"augment": False, "drop_last": True, "short_client": "skip", "participation": 1.0, "crew": 2},
-        {"bn_buffers": "local", "optimizer_reset": "never"},
-        {"grad_clip_norm": 0.0, "momentum": 0.0, "weight_decay": 0.0, "server_lr": 0.5, "model_weighting": "uniform"},
-        {"participation": 0.15},
-        {"batch_size": 1, "client_lr": 0.005, "rounds": 1},
-    ],
-    ids=str,
+    "fields", [PROTOCOLS[0], *(pytest.param(p, marks=pytest.mark.slow) for p in PROTOCOLS[1:])], ids=str
 )
 def test_engines_agree_under_protocol(name: str, fields: dict[str, Any]) -> None:
     agree(build(name, QUICK.get(name)), **{**SHORT, **fields})
