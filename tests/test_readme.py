@@ -2,10 +2,18 @@
 
 from __future__ import annotations
 
+import importlib.util
 import re
+import tarfile
 from pathlib import Path
+from typing import Any
 
 import pandas as pd
+import pytest
+
+from protofl.report import asked, tables
+from protofl.report.groups import settings
+from protofl.report.markdown import escape
 
 ROOT = Path(__file__).parent.parent
 EXAMPLE = ROOT / "reports" / "example"
@@ -47,3 +55,36 @@ def test_the_committed_report_is_small() -> None:
     """Its page, which can be made again, is not committed."""
     committed = [path for path in EXAMPLE.rglob("*") if path.is_file() and path.name != "index.html"]
     assert len(committed) > 50 and sum(path.stat().st_size for path in committed) < 3_000_000
+
+
+def tabulate() -> Any:
+    """The script that writes the results into the README."""
+    spec = importlib.util.spec_from_file_location("tabulate", ROOT / "results" / "tabulate.py")
+    assert spec is not None and spec.loader is not None
+    made = importlib.util.module_from_spec(spec)
+    spec.loader.exec_module(made)
+    return made
+
+
+def test_the_results_are_those_of_the_archives() -> None:
+    """Run `python results/tabulate.py` where this fails."""
+    text = (ROOT / "README.md").read_text("utf-8")
+    assert tabulate().replaced(text) == text and text.count("<!-- results") == 1
+
+
+@pytest.mark.parametrize("archive", tabulate().archives(), ids=lambda path: path.name)
+def test_reports_are_made_of_the_archives(archive: Path, tmp_path: Path) -> None:
+    """The same runs, the same numbers, nothing of the machine, and small."""
+    report = ROOT / "reports" / archive.name.removesuffix(".tar.xz")
+    told = asked.find([archive])
+    made = settings(told.runs)
+    tables.accuracy(made).to_csv(tmp_path / "a.csv", index=False, lineterminator="\n")
+    assert (tmp_path / "a.csv").read_text() == (report / "data/accuracy.csv").read_text()
+    page = (report / "README.md").read_text("utf-8")
+    assert all(run.digest in page and run.status == "finished" for run in told.runs)
+    assert page.startswith(f"# {told.title}") and all(escape(note) in page for note in told.notes)
+    with tarfile.open(archive) as packed:
+        content = b"".join(packed.extractfile(entry).read() for entry in packed)  # type: ignore[union-attr]
+    assert b"/tmp/" not in content and b"/work" not in content and b"/home/" not in content
+    committed = [path for path in report.rglob("*") if path.is_file() and path.name != "index.html"]
+    assert archive.stat().st_size + sum(path.stat().st_size for path in committed) < 6_000_000

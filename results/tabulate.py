@@ -1,4 +1,4 @@
-"""The results table of the README, made from the archives in `results/`: python benchmarks/results_table.py writes it.
+"""The results table of the README, made from the archives in `results/`: python results/tabulate.py writes it.
 
 Between the two markers nothing is written by hand; a test fails where the README differs from the archives.
 """
@@ -12,7 +12,7 @@ from protofl.report import asked, tables
 from protofl.report.groups import Setting, settings
 
 ROOT = Path(__file__).parent.parent
-BEGIN, END = "<!-- results: written by benchmarks/results_table.py -->", "<!-- end of results -->"
+BEGIN, END = "<!-- results: written by results/tabulate.py -->", "<!-- end of results -->"
 KINDS = {"gm": "GM", "pm_v": "PM(V)"}
 
 
