@@ -23,7 +23,7 @@ def summary(made: Report) -> list[Block]:
     """Sentences and the headline by method and setting; nothing where no run could be read."""
     if not made.settings:
         return []
-    lines = [_extent(made), *(line for s in made.settings for line in _outcome(made, s)), _lacking(made)]
+    lines = [_extent(made), *_outcomes(made), _lacking(made)]
     return [Text("\n".join(f"* {line}" for line in lines if line)), made.table(_table(made))]
 
 
@@ -56,6 +56,17 @@ def _rule(s: Setting, metric: str) -> str:
     return s.headline.name if metric == "gm" else last.name
 
 
+def _outcomes(made: Report) -> list[str]:
+    """The outcome of every setting; what is said of several is said once."""
+    told: dict[str, list[str]] = {}
+    for s in made.settings:
+        for line in _outcome(made, s):
+            told.setdefault(line, []).append(str(s.number))
+    if len(made.settings) == 1:
+        return list(told)
+    return [f"Setting{'s' * (len(numbers) > 1)} {', '.join(numbers)}. {line}" for line, numbers in told.items()]
+
+
 def _outcome(made: Report, s: Setting) -> list[str]:
     """Who is ahead by how much, beside the spread over seeds; and what speaks against reading more into it."""
     told = [line for metric in KINDS if (line := _ahead(made, s, metric))]
@@ -63,8 +74,7 @@ def _outcome(made: Report, s: Setting) -> list[str]:
     if checked := describe.checks(s):
         told.append(f"Checked: {checked}.")
     told += [f"Look twice: {escape(odd)}." for odd in oddities(s)]
-    where = f"Setting {s.number}. " if len(made.settings) > 1 else ""
-    return [where + line for line in told if line]
+    return [line for line in told if line]
 
 
 def _ahead(made: Report, s: Setting, metric: str) -> str:
@@ -80,8 +90,9 @@ def _ahead(made: Report, s: Setting, metric: str) -> str:
         return ""
     first, second = rows[top[0]], rows[rest[0]]
     margin = first["mean"] - second["mean"]
-    populations = {describe.population(entries[k])[0] for k in rows} if metric != "gm" else set()
-    beside = "populations differ: not comparable" if len(populations) > 1 else _beside(margin, first, second)
+    populations = {describe.population(entries[k]) for k in rows} if metric != "gm" else set()
+    unlike = all(len(set(told)) > 1 for told in zip(*populations))  # where all are drawn, the active clients are all
+    beside = "populations differ: not comparable" if populations and unlike else _beside(margin, first, second)
     return (
         f"Highest {word}: {escape(top[0])}, {tables.with_spread(first['mean'], first['sd'])} % (n = {first['n']}), "
         f"{100 * margin:.2f} points above {escape(rest[0])}{f' ({beside})' if beside else ''}."

@@ -154,11 +154,9 @@ def test_settings_are_columns(write: Write, made: Made) -> None:
     assert [c.text for c in row([table], "MOON")] == ["MOON", "-", "65.00"]
     assert lines[1:] == [
         "Setting 1. Highest GM: FedProc, 50.00 % (n = 1), 10.00 points above FedAvg.",
-        "Setting 1. One seed only: nothing tells how much of a difference is chance.",
-        f"Setting 1. {SAME}",
+        "Settings 1, 2. One seed only: nothing tells how much of a difference is chance.",
+        f"Settings 1, 2. {SAME}",
         "Setting 2. Highest GM: FedProc, 70.00 % (n = 1), 5.00 points above MOON.",
-        "Setting 2. One seed only: nothing tells how much of a difference is chance.",
-        f"Setting 2. {SAME}",
     ]
 
 
