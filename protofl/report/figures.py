@@ -355,6 +355,7 @@ def draw_effects(tidy: pd.DataFrame, split: float | None) -> Figure:
     ax.set_xlabel("reading minus default, percentage points")
     if wide_signed(mine["mean"]):
         ax.set_xscale("symlog", linthresh=1.0)
+        ax.set_xlabel("reading minus default, percentage points (beyond 1 logarithmic)")
         plain_numbers(ax.xaxis)
     ax.grid(False, axis="y")
     ax.tick_params(axis="y", length=0)
