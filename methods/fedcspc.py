@@ -63,7 +63,6 @@ class FedCSPC(CSPC, FedAvg):
         },
     }  # fmt: skip
     same: ClassVar[tuple[Same, ...]] = (
-        *CSPC.same,
         Same("n_repeat", (0,), "FedAvg on the same network", method="fedavg", exact=False),
         Same("local_base", ("moon",), "the plug-in on MOON", method="moon+cspc"),
     )

@@ -234,8 +234,9 @@ def _covering(row: Row, ready: run.Prepared, name: str) -> Iterator[Same]:
     key = _key(ready.method, name, row.choice)
     if key in row.changed and not row.beside:
         scene = _scene(ready)
+        made = [same for part in type(ready.method).__mro__ for same in vars(part).get("same", ())]
         yield from (
-            same for same in (*type(ready.method).same, *FIELDS)
+            same for same in (*made, *FIELDS)
             if same.option == row.choice and same.covers(row.changed[key]) and same.when(scene)
         )  # fmt: skip
 

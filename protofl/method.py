@@ -359,7 +359,8 @@ class Method:
     open_fields: ClassVar[tuple[str, ...]] = ()
     """Protocol fields that this paper leaves open: shown with the options by `protofl methods NAME`."""
     same: ClassVar[tuple[Same, ...]] = ()
-    """Readings that give what others give, always or where a choice cannot act: `protofl ablate` proves them."""
+    """Readings that give what others give, always or where a choice cannot act: `protofl ablate` proves them. Those of all
+    parts of a method count."""
     together: ClassVar[Mapping[tuple[str, Any], Mapping[str, Any]]] = {}
     """Option values without which a reading, (option, value), is refused: an ablation sets them with it."""
     crossed: ClassVar[tuple[tuple[str, str], ...]] = ()

@@ -155,9 +155,8 @@ ELSEWHERE: list[tuple[str, tuple[str, ...], dict[str, Any]]] = [
 ]  # fmt: skip
 
 
-@pytest.mark.parametrize(
-    ("method", "choices", "given"), ELSEWHERE, ids=lambda v: "-".join(v) if isinstance(v, tuple) else None
-)
+@pytest.mark.slow
+@pytest.mark.parametrize(("method", "choices", "given"), ELSEWHERE, ids=str)
 def test_claims_hold_where_their_conditions_do(method: str, choices: tuple[str, ...], given: dict[str, Any]) -> None:
     made = studied(method, choices, **given)
     claimed = {one.row.choice for one in made if one.claims or one.refused}
@@ -224,6 +223,11 @@ def test_conditions() -> None:
     ]
     for condition, good, bad in cases:
         assert condition(good) and not condition(bad), condition.__name__
+
+
+def test_claims_of_all_parts_of_a_method_count() -> None:
+    made = ablation.study(settings("moon+cspc"), ("prev_age", "pool"))
+    assert [[claim.option for claim, _ in one.claims] for one in made] == [["prev_age"], ["pool"]]
 
 
 # ---- end to end -----------------------------------------------------------------------------------------------------
