@@ -149,7 +149,7 @@ def test_a_diverged_method_is_told_and_others_go_on(tmp_path: Path) -> None:
     assert len(runs(tmp_path / "results")) == 4
 
 
-@pytest.mark.parametrize("how", ["file", "stdin"])
+@pytest.mark.parametrize("how", ["file", pytest.param("stdin", marks=pytest.mark.slow)])
 def test_workers_start_from_a_script_without_a_guard(how: str, tmp_path: Path) -> None:
     """Workers are made by a server that imports the package, never the user's script: no storm of processes."""
     script = (

@@ -62,6 +62,12 @@ FIGURES = {
 }  # fmt: skip
 
 
+QUICK = ("moon", "fedproc", "fedcspc")
+"""Memory of clients, a table of the server, trees of its own; the others are slow tests."""
+
+METHODS = [pytest.param(m, marks=[] if m in QUICK else pytest.mark.slow) for m in registry.ORDER]
+
+
 @pytest.mark.parametrize("engine", ENGINES)
 @pytest.mark.parametrize("method", FIGURES)
 def test_end_to_end_figures(method: str, engine: str) -> None:
@@ -92,7 +98,7 @@ STOPPED = {
 PARTIAL = {"participation": 0.5, "lr_decay_per_round": 0.9, "rounds": 8, "local_epochs": 1}
 
 
-@pytest.mark.parametrize("method", registry.ORDER)
+@pytest.mark.parametrize("method", METHODS)
 def test_killed_and_resumed_equals_straight_through(method: str, tmp_path: Path) -> None:
     """kill -9 at a moment that differs from method to method; then again, until the run ends."""
     asked = cell(method, **PARTIAL, **STOPPED.get(method, {}))
@@ -123,7 +129,7 @@ def test_killed_and_resumed_equals_straight_through(method: str, tmp_path: Path)
     assert [p.name for p in a] == [p.name for p in b]  # names carry the content's check sum
 
 
-@pytest.mark.parametrize("method", registry.ORDER)
+@pytest.mark.parametrize("method", METHODS)
 def test_stopped_between_row_and_state(method: str, tmp_path: Path, monkeypatch: pytest.MonkeyPatch) -> None:
     asked = cell(method, bn_buffers="local", optimizer_reset="never", **PARTIAL)
     straight = played(asked, tmp_path / "straight")
@@ -145,7 +151,7 @@ def test_stopped_between_row_and_state(method: str, tmp_path: Path, monkeypatch:
 # ---- what may not change a number -------------------------------------------------------------------------------------
 
 
-@pytest.mark.parametrize("method", registry.ORDER)
+@pytest.mark.parametrize("method", METHODS)
 def test_the_same_twice_whatever_ran_before(method: str, tmp_path: Path) -> None:
     other = "fedavg" if method != "fedavg" else "moon"
     first = played(cell(method), tmp_path / "a")
@@ -205,7 +211,7 @@ def test_every_library_runs_one_thread(tmp_path: Path) -> None:
 # ---- evaluated again --------------------------------------------------------------------------------------------------
 
 
-@pytest.mark.parametrize("method", registry.ORDER)
+@pytest.mark.parametrize("method", METHODS)
 def test_a_stored_run_evaluates_to_the_same_digits(method: str, tmp_path: Path) -> None:
     asked = cell(method, participation=0.5)
     played(asked, tmp_path)
