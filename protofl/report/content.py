@@ -36,6 +36,8 @@ class Report:
     baseline: str | None = None
     target: float | None = None
     formats: Sequence[str] = figures.VECTOR
+    stored: Sequence[str] = tuple(DATA)
+    """Which of the data are written: an ablation's settings and runs would be the largest part of it and are in its tables."""
     settings: list[Setting] = field(init=False)
     data: dict[str, pd.DataFrame] = field(init=False)
 
@@ -47,8 +49,8 @@ class Report:
             "cost.csv": tables.cost(self.settings),
             "settings.csv": describe.every_setting(self.settings),
         }
-        for name, data in self.data.items():
-            self._write(data, self.out / "data" / name)
+        for name in self.stored:
+            self._write(self.data[name], self.out / "data" / name)
 
     def of(self, name: str, setting: Setting) -> pd.DataFrame:
         """The rows of a setting."""

@@ -37,7 +37,9 @@ def report(
     out = Path(out)
     try:
         out.mkdir(parents=True, exist_ok=True)
-        blocks = _blocks(Report(found, out, baseline, target, formats), title, command, notes, ablation)
+        stored = tuple(DATA) if ablation is None else ("accuracy.csv", "cost.csv")
+        made = Report(found, out, baseline, target, formats, stored)
+        blocks = _blocks(made, title, command, notes, ablation)
         (out / "README.md").write_text(markdown.write(blocks), "utf-8", newline="\n")
         page = out / "index.html"
         page.write_text(html.write(blocks, out, command), "utf-8", newline="\n")
@@ -68,7 +70,7 @@ def _blocks(
         parts += [*summary.summary(made), *_opening(made, command), *comparison.ranks(made), *sweeps.sweeps(made)]
         for s in made.settings:
             parts += _setting(made, s)
-    files = "\n".join(f"* [{name}](data/{name}): {what}" for name, what in DATA.items())
+    files = "\n".join(f"* [{name}](data/{name}): {what}" for name, what in DATA.items() if name in made.stored)
     labels = ablations.labels(ablation) if ablation is not None else {}
     return [*parts, Heading("Runs"), _run_list(made, labels), Heading("Data"), Text(files)]
 
