@@ -168,6 +168,8 @@ def _table(given: dict[str, Any], named: Sweep | None = None, over: Sequence[str
     if apart["scale"] is not None and read is None:
         raise UserError("--scale is a scale of a suite: give --suite as well")
     if read is not None and read.ablate:
+        if given["methods"] is not None:
+            raise UserError(f"--methods: this suite is an ablation of {read.ablate} alone; see `protofl ablate METHOD`")
         return _ablation(read.parts[0], given, apart, read.choices, read.pairs, read)
     parts = read.parts if read is not None else (Settings(),)
     asked = []

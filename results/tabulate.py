@@ -10,10 +10,10 @@ from pathlib import Path
 
 from protofl.report import asked, tables
 from protofl.report.groups import Setting, settings
+from protofl.report.select import KINDS
 
 ROOT = Path(__file__).parent.parent
 BEGIN, END = "<!-- results: written by results/tabulate.py -->", "<!-- end of results -->"
-KINDS = {"gm": "GM", "pm_v": "PM(V)"}
 
 
 def archives() -> list[Path]:

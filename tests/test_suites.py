@@ -148,6 +148,7 @@ def test_wrong_words_are_refused(tmp_path: Path) -> None:
     assert "did you mean 'moon-table1'" in protofl("suite", "run", "moon-tabel1", cwd=tmp_path, code=2)
     assert "cannot be read" in protofl("suite", "run", "./none.toml", cwd=tmp_path, code=2)
     assert "--scale" in protofl("bench", "--scale", "laptop", cwd=tmp_path, code=2)
+    assert "of moon alone" in protofl("suite", "run", "pitfalls-moon", "--methods", "fednh", cwd=tmp_path, code=2)
     assert "named first" in protofl("suite", "run", "smoke", "--suite", "digits", cwd=tmp_path, code=2)
 
 

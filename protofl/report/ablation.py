@@ -17,15 +17,10 @@ from .blocks import Block, Cell, Heading, Table, Text
 from .content import Report
 from .markdown import escape
 from .read import DIVERGED, FINISHED, Run
-from .select import RULES, Rule, evaluated, last, value
+from .select import KINDS, RULES, SAME, Rule, evaluated, last, value
 from .tables import MISSING
 
-KINDS = {"gm": "GM", "pm_v": "PM(V)"}
-
 SPLIT = "partition_seed"
-
-SAME = 1e-9
-"""Shares nearer than this are equal."""
 
 Row = Mapping[str, Any]
 

@@ -13,14 +13,10 @@ from .groups import Entry, Setting
 from .markdown import escape
 from .read import Run
 from .sections import number_cell
-from .select import Rule, last, mean, undefined, value
+from .select import KINDS, SAME, Rule, last, mean, undefined, value
 from .tables import MISSING, UNDEFINED
 
-METRICS = {"gm": "GM", "pm_v": "PM(V)"}
 OTHER = "other clients"
-
-SAME = 1e-9
-"""Shares nearer than this are equal: the mean of equal numbers may differ from them in its last bit."""
 
 
 def baseline(s: Setting, wanted: str | None) -> Entry:
@@ -58,7 +54,7 @@ def differences(made: Report, s: Setting, wanted: str | None = None) -> list[Blo
     """Each method against the baseline, over the seeds that both have; a table per kind of accuracy."""
     base = baseline(s, wanted)
     blocks: list[Block] = []
-    for metric, word in METRICS.items():
+    for metric, word in KINDS.items():
         found = {e.label: _compared(s, e, base, metric) for e in s.entries if e is not base}
         pairs = {label: d for label, d in found.items() if isinstance(d, stats.Paired)}
         if not pairs:

@@ -6,12 +6,10 @@ import math
 from collections.abc import Iterator
 
 from .groups import Entry, Setting
-from .select import evaluated, last, value
+from .select import KINDS, evaluated, last, value
 
 WEIGHTS = 2.0
 """Standard errors of a guess within which an accuracy is called chance."""
-
-METRICS = {"gm": "GM", "pm_v": "PM(V)"}
 
 
 def oddities(s: Setting) -> list[str]:
@@ -21,7 +19,7 @@ def oddities(s: Setting) -> list[str]:
 
 def _equal(s: Setting) -> Iterator[str]:
     """Methods that have the same accuracies in every round of every seed."""
-    for metric, word in METRICS.items():
+    for metric, word in KINDS.items():
         alike: dict[tuple[object, ...], list[str]] = {}
         for e in s.entries:
             if curves := _curves(e, metric):

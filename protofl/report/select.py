@@ -14,6 +14,12 @@ Row = Mapping[str, Any]
 METRICS = ("gm", "pm_v", "pm_l", "pm_uniform")
 """The accuracies that make a round an evaluated one."""
 
+KINDS = {"gm": "GM", "pm_v": "PM(V)"}
+"""The two that methods are compared by, as they are called: of the global model, of the clients' own."""
+
+SAME = 1e-9
+"""Shares nearer than this are equal: the mean of equal numbers may differ from them in its last bit."""
+
 
 def value(row: Row, metric: str) -> float | None:
     """A metric of a row; `gm:network`: the reading `network` of the GM. None: not measured or not defined."""

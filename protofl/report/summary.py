@@ -14,9 +14,7 @@ from .markdown import escape
 from .oddities import oddities
 from .read import DIVERGED, FINISHED
 from .sections import missing
-from .select import last
-
-KINDS = {"gm": "GM", "pm_v": "PM(V)"}
+from .select import KINDS, last
 
 
 def summary(made: Report) -> list[Block]:

@@ -18,10 +18,9 @@ from .groups import HASHES, Entry, Setting
 from .markdown import escape
 from .read import DIVERGED, UNFINISHED, number
 from .sections import BOLD, missing
-from .select import mean
+from .select import KINDS, mean
 from .tables import frame
 
-KINDS = {"gm": "GM", "pm_v": "PM(V)"}
 COLUMNS = ["method", "label", "variant", "metric", "group", "value", "place", "n", "mean", "low", "high", "fate"]
 
 
