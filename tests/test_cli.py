@@ -129,6 +129,7 @@ def test_the_numbers_do_not_hang_on_the_machine(table: tuple[Path, str], tmp_pat
         assert got and all(want[digest] == rows for digest, rows in got.items())
 
 
+@pytest.mark.slow
 def test_killed_from_outside_and_run_again(tmp_path: Path) -> None:
     """kill -9 of the whole process group; no orphan stays, the same command finishes."""
     words = ["bench", "--methods", "fedavg,moon,fednh", "--seeds", "0", "--rounds", "10", "--local-epochs", "1",
@@ -157,7 +158,7 @@ def _alive(group: int) -> list[str]:
     return [line for line in told.splitlines() if "Z" not in line]
 
 
-@pytest.mark.parametrize(("number", "code"), [(2, 130), (15, 143)])
+@pytest.mark.parametrize(("number", "code"), [pytest.param(2, 130, marks=pytest.mark.slow), (15, 143)])
 def test_interrupts_have_their_codes(number: int, code: int, tmp_path: Path) -> None:
     words = ["bench", "--methods", "fedavg,moon", "--seeds", "0", "--rounds", "500", "--no-report", "--workers", "2"]
     heard = [  # a shell's background job starts with SIGINT ignored

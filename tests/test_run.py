@@ -14,7 +14,6 @@ from typing import Any
 import numpy as np
 import pytest
 import torch
-from harness import ENGINES
 
 from protofl import records, registry, run
 from protofl.engine.base import MethodError
@@ -68,7 +67,7 @@ QUICK = ("moon", "fedproc", "fedcspc")
 METHODS = [pytest.param(m, marks=[] if m in QUICK else pytest.mark.slow) for m in registry.ORDER]
 
 
-@pytest.mark.parametrize("engine", ENGINES)
+@pytest.mark.parametrize("engine", ["loop", pytest.param("batched", marks=pytest.mark.slow)])
 @pytest.mark.parametrize("method", FIGURES)
 def test_end_to_end_figures(method: str, engine: str) -> None:
     """digits.digits in float64: norm of all global weights, mean test loss, images right of 355."""

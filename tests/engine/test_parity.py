@@ -25,21 +25,22 @@ SHORT = {"rounds": 2, "local_epochs": 1, "batch_size": 16}
 """Two rounds, whose clients take one step or two."""
 
 
-def readings() -> list[tuple[str, dict[str, Any]]]:
-    """Every method with its defaults, and with every other reading of each option (of one that is a number: one)."""
-    out: list[tuple[str, dict[str, Any]]] = []
+def readings() -> list[Any]:
+    """Every method with its defaults, and with every other reading of each option (of one that is a number: one).
+
+    Of the other readings of an option all but the first are slow tests.
+    """
+    out: list[Any] = []
     for name in registry.names():
-        out.append((name, {}))
+        out.append(pytest.param((name, {}), id=name))
         for option, field in options.fields(registry.load(name)).items():
             others = [r for r in options.option(field).readings if r != field.default]
             if all(isinstance(r, float | int) and not isinstance(r, bool) for r in others):
                 others = others[-1:]  # another number takes the same path
-            out += [(name, {option: r}) for r in others if option not in QUICK.get(name, {})]
+            for i, r in enumerate(others if option not in QUICK.get(name, {}) else []):
+                marks = pytest.mark.slow if i else ()
+                out.append(pytest.param((name, {option: r}), id=f"{name}-{option}={r}", marks=marks))
     return out
-
-
-def label(case: tuple[str, dict[str, Any]]) -> str:
-    return "-".join([case[0], *[f"{k}={v}" for k, v in case[1].items()]])
 
 
 def agree(method: Any, **fields: Any) -> None:
@@ -53,7 +54,7 @@ def agree(method: Any, **fields: Any) -> None:
         assert a == pytest.approx(b, abs=TOLERANCE)
 
 
-@pytest.mark.parametrize("case", readings(), ids=label)
+@pytest.mark.parametrize("case", readings())
 def test_engines_agree(case: tuple[str, dict[str, Any]]) -> None:
     name, given = case
     try:

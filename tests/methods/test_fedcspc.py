@@ -612,7 +612,7 @@ def plainly(fed: Harnessed) -> tuple[Tree, Rows, Rows]:
     return w, Rows(u_g, has), Rows(e, e_has)
 
 
-@pytest.mark.parametrize("options", [{}, {"mix_scope": "any", "n_aug": 2}])
+@pytest.mark.parametrize("options", [pytest.param({}, marks=pytest.mark.slow), {"mix_scope": "any", "n_aug": 2}])
 def test_two_rounds_by_hand(options: dict[str, Any]) -> None:
     runs = [ragged(quick(**options), engine=e, rounds=2, participation=0.6) for e in ENGINES]
     w, u_g, exemplars = plainly(runs[0])

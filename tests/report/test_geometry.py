@@ -337,6 +337,7 @@ def test_too_few_clients(write: Write) -> None:
 # ---- in the report ----------------------------------------------------------------------------------------
 
 
+@pytest.mark.slow
 def test_report_of_a_mixed_folder(write: Write, prototypes: Any, line: Any, tmp_path: Path) -> None:
     """Finished with two seeds, running, diverged, one round, clients alone, none; the same bytes twice."""
     folders = [write("fedproc", seed, (0.1,) * 4) for seed in (0, 1)]

@@ -310,6 +310,7 @@ def test_few_colours_are_enough(tmp_path: Path) -> None:
     assert (b[0, 0] == 255).all() and small.stat().st_size < 0.6 * plain.stat().st_size
 
 
+@pytest.mark.slow
 def test_without_a_display(write: Write, tmp_path: Path) -> None:
     folder = write("fedavg", 0)
     env = {**os.environ, "MPLBACKEND": "TkAgg", "HOME": str(tmp_path / "nowhere"), "DISPLAY": "localhost:64.0"}
