@@ -18,7 +18,7 @@ from rich.table import Table
 from . import records, run
 from .cells import Cell
 from .engine import workers
-from .errors import UserError
+from .errors import UserError, failure
 from .progress import Display, duration
 from .protocol import digest
 from .run import Prepared
@@ -172,7 +172,6 @@ class Outcome:
 
 def bench(planned: Sequence[Planned], results: Path, count: int, console: Console) -> Outcome:
     """Run what is not finished."""
-    writable(results)
     todo = sorted((p for p in planned if not p.finished), key=lambda p: -p.seconds())
     outcome = Outcome(list(planned), {}, {})
     for p in planned:
@@ -206,15 +205,11 @@ def bench(planned: Sequence[Planned], results: Path, count: int, console: Consol
 def _in_this_process(
     orders: Sequence[Order], tell: Callable[[int, Mapping[str, Any]], None], ended: Callable[..., None]
 ) -> None:
-    import traceback
-
     for number, order in enumerate(orders):
         try:
             ended(number, play(order, partial(tell, number)), None)
-        except UserError as e:
-            ended(number, None, (str(e), ""))
         except Exception as e:
-            ended(number, None, (f"{type(e).__name__}: {e}", traceback.format_exc()))
+            ended(number, None, failure(e))
 
 
 def _tell_reuse(planned: Sequence[Planned], console: Console) -> None:
@@ -226,15 +221,15 @@ def _tell_reuse(planned: Sequence[Planned], console: Console) -> None:
         console.print(f"{begun} of {len(planned)} runs were begun and are resumed", highlight=False)
 
 
-def writable(folder: Path) -> None:
-    """Refuse a results folder that cannot be written, before any work starts."""
+def writable(what: str, folder: Path) -> None:
+    """Refuse a folder that cannot be written, before any work starts."""
     try:
         folder.mkdir(parents=True, exist_ok=True)
         probe = folder / f".probe-{os.getpid()}"
         probe.write_bytes(b"")
         probe.unlink()
     except OSError as e:
-        raise UserError(f"results folder {str(folder)!r} cannot be written: {e.strerror or e}") from None
+        raise UserError(f"{what} folder {str(folder)!r} cannot be written: {e.strerror or e}") from None
 
 
 @contextmanager

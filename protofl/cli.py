@@ -13,7 +13,7 @@ import typer
 from rich.console import Console
 
 from . import __version__
-from .errors import UserError, nearest
+from .errors import UserError, failure, nearest
 from .sweeps import SWEEPS, Sweep
 
 app = typer.Typer(
@@ -185,6 +185,7 @@ def _table(given: dict[str, Any], named: Sweep | None = None, over: Sequence[str
 
     from . import bench as tables  # from here on torch is needed, which takes seconds to import
 
+    _places(apart)
     planned = tables.plan(asked, apart["results"])
     for line in read.notes if read is not None else ():
         out.print(line, highlight=False, markup=False)
@@ -196,6 +197,16 @@ def _table(given: dict[str, Any], named: Sweep | None = None, over: Sequence[str
     if read is not None:
         outcome.named(read.name, read.scale, read.title, read.notes)
     raise typer.Exit(_finish(outcome, apart))
+
+
+def _places(apart: dict[str, Any]) -> None:
+    """Refuse folders that cannot be written."""
+    from .bench import writable
+
+    if not apart["dry_run"]:
+        writable("results", apart["results"])
+        if apart["report"]:
+            writable("reports", apart["reports"])
 
 
 def _warm(asked: Sequence[Any], count: int, dry_run: bool) -> None:
@@ -224,6 +235,7 @@ def _ablation(
     from . import ablation
     from . import bench as tables
 
+    _places(apart)
     method = registry.label(settings.methods[0])
     studied = ablation.study(settings, choices, pairs)
     for line in read.notes if read is not None else ():
@@ -520,10 +532,12 @@ def main() -> None:
             raise
         typer.echo(f"Error: {e}", err=True)
         sys.exit(2)
-    except Exception:
-        import traceback
-
-        traceback.print_exc()
+    except Exception as e:
+        line, trace = failure(e)
+        if not trace:
+            typer.echo(f"Error: {line}", err=True)
+            sys.exit(1)
+        typer.echo(trace, err=True)
         typer.echo(OURS.format(command=_command(), version=__version__, python=sys.version.split()[0]), err=True)
         sys.exit(1)
     except KeyboardInterrupt:

@@ -21,6 +21,7 @@ import contextlib
 import ctypes
 import functools
 import hashlib
+import io
 import json
 import os
 import platform
@@ -28,7 +29,7 @@ import re
 import subprocess
 import sys
 import tempfile
-from collections.abc import Mapping, Sequence
+from collections.abc import Iterator, Mapping, Sequence
 from dataclasses import dataclass, field
 from importlib import metadata
 from pathlib import Path
@@ -58,13 +59,22 @@ def write_bytes(path: Path, content: bytes) -> None:
     path.parent.mkdir(parents=True, exist_ok=True)
     handle, name = tempfile.mkstemp(dir=path.parent, prefix=".", suffix=".tmp")
     try:
-        with os.fdopen(handle, "wb") as file:
+        with _naming(path), os.fdopen(handle, "wb") as file:
             file.write(content)
         os.chmod(name, 0o644)
         os.replace(name, path)
     except BaseException:
         Path(name).unlink(missing_ok=True)
         raise
+
+
+@contextlib.contextmanager
+def _naming(path: Path) -> Iterator[None]:
+    """An error of writing says which file: the system names those that cannot be opened only."""
+    try:
+        yield
+    except OSError as e:
+        raise OSError(e.errno, e.strerror, str(path)) from e
 
 
 def write_json(path: Path, document: Any) -> None:
@@ -245,7 +255,8 @@ class RunFolder:
 
     def append(self, row: Mapping[str, Any]) -> None:
         """Add a row, flushed to the system."""
-        with open(self.path / "rounds.jsonl", "a", encoding="utf-8") as file:
+        path = self.path / "rounds.jsonl"
+        with _naming(path), open(path, "a", encoding="utf-8") as file:
             file.write(json.dumps(row, allow_nan=False) + "\n")
 
     def keep_rows_before(self, t: int) -> None:
@@ -264,12 +275,9 @@ class RunFolder:
 
     def save_arrays(self, kind: str, t: int, arrays: Mapping[str, np.ndarray]) -> None:
         """Arrays of round t in the folder `kind`, as npz without pickles."""
-        folder = self.path / kind
-        folder.mkdir(exist_ok=True)
-        with tempfile.NamedTemporaryFile(dir=folder, suffix=".tmp", delete=False) as file:
-            np.savez(file, **dict(arrays))  # type: ignore[arg-type]
-        os.chmod(file.name, 0o644)
-        os.replace(file.name, folder / f"round-{t:05d}.npz")
+        content = io.BytesIO()
+        np.savez(content, **dict(arrays))  # type: ignore[arg-type]
+        write_bytes(self.path / kind / f"round-{t:05d}.npz", content.getvalue())
 
     # -- state -------------------------------------------------------------------------------------------------------
 

@@ -2,6 +2,7 @@
 
 from __future__ import annotations
 
+import contextlib
 import dataclasses
 import math
 import re
@@ -258,7 +259,8 @@ class Run:
             summary = {"status": "diverged", "rounds": done, "of": p.rounds, "error": str(e)}
         except Exception as e:
             done = len([r for r in self.folder.rows() if r["round"] >= 0])
-            self.folder.summarise(status="failed", rounds=done, of=p.rounds, error=str(e))
+            with contextlib.suppress(OSError):  # of a full disk, say: what counts is why the run failed
+                self.folder.summarise(status="failed", rounds=done, of=p.rounds, error=str(e))
             raise
         else:
             summary = {
@@ -334,7 +336,9 @@ class Run:
             return score(model, self.ready.net, self.test)
 
     def confusion(self) -> list[list[int]] | None:
-        """Of the last evaluated global model: [true class][predicted class]."""
+        """Of the global model after the last round: [true class][predicted class]."""
+        if self.scored is None and (model := self.federation.global_model()) is not None:
+            self.scored = self._score(model, self.protocol.rounds - 1, "global model")  # resumed after the last round
         best = self.scored.headline if self.scored is not None else None
         return None if best is None else best.tolist()
 

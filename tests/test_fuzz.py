@@ -14,14 +14,19 @@ import numpy as np
 import pytest
 from hypothesis import HealthCheck, given, note, settings
 from hypothesis import strategies as st
+from PIL import Image
 
 from protofl import options, registry, run, suites
+from protofl.data import load
 from protofl.errors import UserError
 from protofl.experiment import Settings, cells
 from protofl.protocol import Protocol
 
 EXAMPLES = int(os.environ.get("PROTOFL_EXAMPLES", "25"))
 """How many protocols are tried: PROTOFL_EXAMPLES=2000 pytest tests/test_fuzz.py."""
+
+QUIETLY = settings(max_examples=4 * EXAMPLES, deadline=None, derandomize="PROTOFL_EXAMPLES" not in os.environ,
+                   suppress_health_check=list(HealthCheck))  # fmt: skip
 
 Arrays = dict[str, np.ndarray]
 
@@ -177,8 +182,7 @@ def toml(value: Any) -> str:
     return str(value)
 
 
-@settings(max_examples=4 * EXAMPLES, deadline=None, derandomize="PROTOFL_EXAMPLES" not in os.environ,
-          suppress_health_check=list(HealthCheck))  # fmt: skip
+@QUIETLY
 @given(
     document=st.dictionaries(st.sampled_from(KEYS), values, max_size=6), scale=st.sampled_from([None, *suites.SCALES])
 )
@@ -203,3 +207,105 @@ def test_files_that_are_no_suite(content: bytes, tmp_path: Path) -> None:
         assert content == b""
     except UserError as refusal:
         assert "\n" not in str(refusal)
+
+
+# ---- data -----------------------------------------------------------------------------------------------------------
+
+KINDS = ["uint8", "int64", "uint16", "float32", "float64", "float16", "bool", "<U3", "S2", "complex64", "datetime64[s]"]
+
+
+@st.composite
+def arrays(draw: st.DrawFn) -> Arrays:
+    """Four arrays of any type and shape, most of them nearly right; some rows are not finite, some names wrong."""
+    kind, size = (
+        draw(st.sampled_from(KINDS)),
+        draw(st.sampled_from([(), (6,), (4, 4), (4, 4, 3), (3, 4, 4), (0,), (2, 2, 2, 2)])),
+    )
+    high, rs = draw(st.sampled_from([1, 4, 255, 60000])), np.random.RandomState(draw(st.integers(0, 99)))
+    made: Arrays = {}
+    for part in ("train", "test"):
+        n = draw(st.sampled_from([0, 1, 6, 9]))
+        x = rs.randint(0, high + 1, (n, *size))
+        made[f"x_{part}"] = x.astype(kind) if kind[0] != "d" else x.astype("int64").astype(kind)
+        labels = draw(st.sampled_from(["int64", "float64", "<U2", "S1", "bool"]))
+        made[f"y_{part}"] = rs.randint(0, draw(st.sampled_from([1, 2, 3])), n).astype(labels)
+    if made["x_train"].dtype.kind == "f" and made["x_train"].size and draw(st.booleans()):
+        made["x_train"].flat[0] = draw(st.sampled_from([np.nan, np.inf, -1.0]))
+    for name in draw(st.lists(st.sampled_from(sorted(made)), max_size=1)):
+        made["X" if draw(st.booleans()) else "classes"] = made.pop(name)
+    return made
+
+
+def read_or_refused(path: Path, place: str) -> None:
+    """A set that is read can be split; one that cannot be read is refused in one line that says where."""
+    try:
+        data = load(str(path))
+    except UserError as refusal:
+        assert "\n" not in str(refusal) and place in str(refusal), refusal
+        note(f"refused: {refusal}")
+        return
+    assert data.x_train.ndim == data.x_test.ndim == 4 and data.x_train.dtype in (np.uint8, np.float32)
+    assert len(data.x_train) == len(data.y_train) and np.isfinite(data.x_train).all()
+    assert set(np.unique(data.y_train)) == set(range(len(data.classes))) and set(data.y_test) <= set(data.y_train)
+
+
+@QUIETLY
+@given(made=arrays(), data=st.data())
+def test_random_arrays_are_read_or_refused(made: Arrays, data: st.DataObject) -> None:
+    """Also where the file is cut, or bytes of it are changed."""
+    with tempfile.TemporaryDirectory() as place:
+        path = Path(place) / "data.npz"
+        np.savez(path, **made)  # type: ignore[arg-type]
+        harm(path, data)
+        read_or_refused(path, place)
+
+
+def harm(path: Path, data: st.DataObject) -> None:
+    """Cut the file, change a few of its bytes, or leave it."""
+    content = bytearray(path.read_bytes())
+    what = data.draw(st.sampled_from(["whole", "whole", "cut", "bytes", "empty"]))
+    if what == "cut":
+        content = content[: data.draw(st.integers(0, len(content)))]
+    elif what == "empty":
+        content.clear()
+    elif what == "bytes":
+        for at, value in data.draw(
+            st.lists(st.tuples(st.integers(0, len(content) - 1), st.integers(0, 255)), max_size=4)
+        ):
+            content[at] = value
+    path.write_bytes(bytes(content))
+
+
+FORMATS = {
+    "RGB": ["png", "jpg", "bmp", "gif"], "L": ["png", "jpg", "bmp"], "P": ["png", "bmp", "gif"], "1": ["png", "bmp"],
+    "CMYK": ["jpg", "tif"], "RGBA": ["png", "webp"], "LA": ["png"], "I;16": ["png", "tif"], "I": ["tif"], "F": ["tif"],
+}  # fmt: skip
+CLASSES = ["a", "b", "<i>", "two words", "ü", "$x$", ".hidden", "-"]
+
+
+@st.composite
+def pictures(draw: st.DrawFn) -> tuple[Image.Image, str]:
+    """An image of any mode, few of them of another size, and the suffix of a format that has this mode."""
+    mode = draw(st.sampled_from(sorted(FORMATS)))
+    plain = Image.new("L", draw(st.sampled_from([(5, 4)] * 9 + [(3, 3)])), draw(st.integers(0, 255)))
+    return (plain.convert("I") if mode == "I;16" else plain).convert(mode), draw(st.sampled_from(FORMATS[mode]))
+
+
+@QUIETLY
+@given(data=st.data(), names=st.lists(st.sampled_from(CLASSES), min_size=1, max_size=3, unique=True))
+def test_random_folders_of_images_are_read_or_refused(names: list[str], data: st.DataObject) -> None:
+    """Some damaged or wrongly named, in classes with odd names."""
+    with tempfile.TemporaryDirectory() as place:
+        for part in ("train", data.draw(st.sampled_from(["test", "test", "val", "tset"]))):
+            for name in names:
+                folder = Path(place) / part / name
+                folder.mkdir(parents=True)
+                for k in range(data.draw(st.integers(0, 2))):
+                    image, suffix = data.draw(pictures())
+                    path = folder / f"{k}.{suffix}"
+                    image.save(path)
+                    if data.draw(st.integers(0, 5)) == 0:
+                        harm(path, data)
+                    if data.draw(st.integers(0, 9)) == 0:
+                        path.rename(path.with_suffix(data.draw(st.sampled_from([".png", ".txt", "", ".JPG"]))))
+        read_or_refused(Path(place), place)

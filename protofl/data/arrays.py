@@ -2,6 +2,7 @@
 
 from __future__ import annotations
 
+import os
 import zipfile
 import zlib
 from pathlib import Path
@@ -99,7 +100,7 @@ def read_values(train: Array, test: Array, where: str) -> tuple[Array, Array, fl
             f"[n, H, W, C], [n, C, H, W] or [n, d] with the same sizes after n"
         )
     channels_first, shape_note = _shape(train, where)
-    kind, scale, value_note = _value_kind(train, test)
+    kind, scale, value_note = _value_kind(train, test, where)
     out = [_four_axes(_convert(x, kind), channels_first) for x in (train, test)]
     return out[0], out[1], scale, f"{shape_note}; {value_note}"
 
@@ -110,6 +111,7 @@ def _open(path: Path) -> dict[str, Array]:
         if isinstance(file, np.ndarray):
             raise UserError(f"{path} holds a single array; it must be an .npz with {LAYOUT}")
         with file:
+            _fits(path, sum(member.file_size for member in file.zip.infolist()))
             return {name: file[name] for name in file.files if name in (*PARTS, "classes", "x", "y")}
     except UserError:
         raise
@@ -125,6 +127,16 @@ def _open(path: Path) -> dict[str, Array]:
         raise UserError(f"{path} cannot be read as .npz: {one_line(fault)}; it must hold {LAYOUT}") from None
     except (OSError, MemoryError, NotImplementedError, RuntimeError) as fault:
         raise UserError(f"{path} cannot be read: {one_line(fault)}") from None
+
+
+def _fits(path: Path, size: int) -> None:
+    """Refuse what would fill the memory before it is unpacked."""
+    pages = os.sysconf("SC_PHYS_PAGES") * os.sysconf("SC_PAGE_SIZE") if hasattr(os, "sysconf") else 0
+    if pages and size > pages // 2:
+        raise UserError(
+            f"{path} holds arrays of {size / 1e9:.1f} GB, this machine has {pages / 1e9:.1f} GB of memory, of which a set may "
+            "take half: use a smaller set, or a folder of images, which is mapped from disk"
+        )
 
 
 def _some(values: Array, most: int = 5) -> str:
@@ -224,7 +236,7 @@ def _four_axes(x: Array, channels_first: bool) -> Array:
     return np.ascontiguousarray(x.transpose(0, 2, 3, 1)) if channels_first else x
 
 
-def _value_kind(train: Array, test: Array) -> tuple[str, float, str]:
+def _value_kind(train: Array, test: Array, where: str) -> tuple[str, float, str]:
     """How to store the values (`keep`, `unit`, `whole`, `float`), what to divide them by, and a note."""
     low = min(train.min(), test.min())
     high = max(train.max(), test.max())
@@ -237,6 +249,11 @@ def _value_kind(train: Array, test: Array) -> tuple[str, float, str]:
             return "unit", 255.0, f"values {span} stored in 8 bits as round(255 x), divided by 255"
         if low >= 0 and high <= 255 and _whole(train) and _whole(test):
             return "whole", 255.0, f"whole values {span} stored in 8 bits, divided by 255"
+        if train.dtype.kind in "iu" or test.dtype.kind in "iu":
+            raise UserError(
+                f"{where}: x holds whole numbers {span}; images must be 0..255, or floats (within 0..1, or as they are to be): "
+                "divide them by the largest value that their format has, such as 65535"
+            )
     return "float", 1.0, f"numbers {span} kept as they are (float32, not scaled)"
 
 

@@ -6,6 +6,7 @@ one channel. All images of a set must have one size unless they are resized on r
 
 from __future__ import annotations
 
+import math
 import os
 from collections.abc import Callable, Iterator, Sequence
 from concurrent.futures import ThreadPoolExecutor
@@ -52,7 +53,14 @@ def read_images(
         width, height = (resize, resize) if resize else seen[0][1]
         out = {}
         for name, part in files.items():
-            array = allocate(name, (len(part), height, width, 1 if grey else 3))
+            shape = (len(part), height, width, 1 if grey else 3)
+            try:
+                array = allocate(name, shape)
+            except MemoryError:
+                raise UserError(
+                    f"{len(part)} images of {width}x{height} take {math.prod(shape) / 1e9:.1f} GB, for which there is neither "
+                    "disk nor memory: use smaller images"
+                ) from None
 
             def fill(at: int, part: Sequence[Path] = part, array: Array = array) -> None:
                 for k in range(at, min(at + CHUNK, len(part))):

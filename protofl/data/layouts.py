@@ -158,6 +158,10 @@ def cifar_archive(name: str, order: str) -> Layout:
     return Layout("cifar archive", is_file, _itself, read, _always)
 
 
+LARGEST = 2**28
+"""Bytes of the largest file that is read whole from an archive; the largest batch has 154 million."""
+
+
 def _tar_members(path: Path, kind: _Cifar) -> dict[str, bytes]:
     wanted = (*kind.train, kind.test, kind.meta)
     found: dict[str, bytes] = {}
@@ -167,6 +171,8 @@ def _tar_members(path: Path, kind: _Cifar) -> dict[str, bytes]:
                 check_member(path, member.name, member.isreg() or member.isdir())
                 name = PurePosixPath(member.name).name
                 if member.isreg() and name in wanted:
+                    if member.size > LARGEST:
+                        raise tarfile.TarError(f"{name} is {member.size} bytes long, more than any batch")
                     body = archive.extractfile(member)
                     assert body is not None  # a regular file has a body
                     found[name] = body.read()
@@ -338,9 +344,12 @@ def _idx_file(folder: Path, name: str) -> Path | None:
 def _idx_read(file: Path) -> Array:
     """uint8 array of an IDX file: two zero bytes, type 8, number of axes, sizes (big-endian), values."""
     try:
-        data = gzip.decompress(file.read_bytes()) if file.suffix == ".gz" else file.read_bytes()
+        with gzip.open(file) if file.suffix == ".gz" else file.open("rb") as content:
+            data = content.read(LARGEST + 1)
     except (OSError, EOFError, zlib.error) as fault:
         raise UserError(f"{file} is damaged or incomplete: {one_line(fault)}; delete it and fetch it again") from None
+    if len(data) > LARGEST:
+        raise UserError(f"{file} holds more than {LARGEST} bytes; it is read whole: use a folder of images")
     if len(data) < 4 or data[:3] != b"\0\0\x08":
         raise UserError(f"{file} is no IDX file of bytes; delete it and fetch it again")
     axes = data[3]

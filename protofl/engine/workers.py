@@ -11,7 +11,6 @@ import os
 import signal
 import sys
 import threading
-import traceback
 from collections import deque
 from collections.abc import Callable, Iterator, Mapping, Sequence
 from contextlib import contextmanager
@@ -19,7 +18,7 @@ from multiprocessing.connection import Connection, wait
 from types import ModuleType
 from typing import Any
 
-from ..errors import UserError
+from ..errors import failure
 
 Work = Callable[[Any, Callable[[Mapping[str, Any]], None]], Any]
 """job(item, tell) -> result; a module-level function."""
@@ -78,10 +77,8 @@ def _serve(pipe: Connection, job: Work) -> None:
             return
         try:
             pipe.send(("done", job(item, lambda event: pipe.send(("event", event)))))
-        except UserError as e:
-            pipe.send(("failed", (str(e), "")))
         except Exception as e:
-            pipe.send(("failed", (f"{type(e).__name__}: {e}", traceback.format_exc())))
+            pipe.send(("failed", failure(e)))
 
 
 class Worker:
