@@ -185,7 +185,6 @@ def _table(given: dict[str, Any], named: Sweep | None = None, over: Sequence[str
 
     from . import bench as tables  # from here on torch is needed, which takes seconds to import
 
-    _places(apart)
     planned = tables.plan(asked, apart["results"])
     for line in read.notes if read is not None else ():
         out.print(line, highlight=False, markup=False)
@@ -193,6 +192,7 @@ def _table(given: dict[str, Any], named: Sweep | None = None, over: Sequence[str
     if apart["dry_run"]:
         out.print(tables.priced(planned, min(count, len(planned))))
         return None
+    _places(apart)
     outcome = tables.bench(planned, apart["results"], count, out)
     if read is not None:
         outcome.named(read.name, read.scale, read.title, read.notes)
@@ -203,10 +203,9 @@ def _places(apart: dict[str, Any]) -> None:
     """Refuse folders that cannot be written."""
     from .bench import writable
 
-    if not apart["dry_run"]:
-        writable("results", apart["results"])
-        if apart["report"]:
-            writable("reports", apart["reports"])
+    writable("results", apart["results"])
+    if apart["report"]:
+        writable("reports", apart["reports"])
 
 
 def _warm(asked: Sequence[Any], count: int, dry_run: bool) -> None:
@@ -235,12 +234,12 @@ def _ablation(
     from . import ablation
     from . import bench as tables
 
-    _places(apart)
     method = registry.label(settings.methods[0])
     studied = ablation.study(settings, choices, pairs)
     for line in read.notes if read is not None else ():
         out.print(line, highlight=False, markup=False)
     if not apart["dry_run"]:
+        _places(apart)
         ablation.prove_all(studied, count, out)
     wanted = [cell for one in studied if not one.idle for cell in (*one.base, *one.cells)]
     planned = tables.plan([*asked, *wanted], apart["results"])

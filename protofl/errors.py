@@ -10,7 +10,10 @@ from collections.abc import Iterable
 
 
 class UserError(ValueError):
-    """What a user can mend: one clear line."""
+    """What a user can mend: one clear line, whatever is quoted in it."""
+
+    def __str__(self) -> str:
+        return "".join(c if c.isprintable() else repr(c)[1:-1] for c in super().__str__())
 
 
 MACHINE = {errno.ENOSPC, errno.EDQUOT, errno.EFBIG, errno.EROFS, errno.EACCES, errno.EPERM, errno.EIO, errno.EMFILE,

@@ -3,6 +3,7 @@
 from __future__ import annotations
 
 import contextlib
+import csv
 import io
 import json
 import os
@@ -13,10 +14,12 @@ import time
 from pathlib import Path
 from typing import Any
 
+import numpy as np
+import pandas as pd
 import pytest
 from rich.console import Console
 
-from protofl import cli, options, registry
+from protofl import cli, options, records, registry
 from protofl.errors import UserError
 from protofl.records import read_rows
 
@@ -91,6 +94,36 @@ def test_bench_prints_stores_and_reports(table: tuple[Path, str]) -> None:
     for row in runs(folder / "results").values():
         assert f"{100 * row[-1]['gm']:.2f}"  # the table is checked against the records by tests/report
     assert list(page.parent.glob("figures/*.png")) and list(page.parent.glob("tables/*.csv"))
+
+
+def plain(path: Path) -> None:
+    """Fails where a file is not what its name says, or holds what only Python reads."""
+    text = "" if path.suffix in (".npz", ".safetensors", ".png", ".pdf") else path.read_text("utf-8")
+    if path.suffix in (".json", ".jsonl"):
+        for document in text.splitlines() if path.suffix == ".jsonl" else [text]:
+            json.loads(document, parse_constant=lambda word: pytest.fail(f"{word} in {path}"))
+    elif path.suffix == ".csv":
+        told = pd.read_csv(path, dtype=str, keep_default_na=False, comment="#")
+        lines = [line for line in text.splitlines(keepends=True) if not line.startswith("#")]
+        assert [list(told.columns), *told.to_numpy().tolist()] == list(csv.reader(lines)), path
+        typed = pd.read_csv(path, comment="#")
+        pd.testing.assert_frame_equal(typed, pd.read_csv(io.StringIO(typed.to_csv(index=False))))
+    elif path.suffix == ".npz":
+        with np.load(path, allow_pickle=False) as arrays:
+            assert all(arrays[name].dtype.kind in "biufU" for name in arrays.files)
+    elif path.suffix == ".safetensors":
+        assert records.unpack(path.read_bytes())[0]
+    elif path.name not in ("done", "lock"):
+        assert path.suffix in (".md", ".html", ".tex", ".svg", ".png", ".pdf", ".txt"), path
+
+
+def test_all_that_goes_to_disk_is_plain(table: tuple[Path, str]) -> None:
+    """Strict JSON, CSV that pandas reads back equal, npz and safetensors without pickles; no file of another kind."""
+    folder, _ = table
+    found = [path for path in folder.rglob("*") if path.is_file()]
+    assert {".json", ".jsonl", ".csv", ".npz", ".safetensors", ".html"} <= {path.suffix for path in found}
+    for path in found:
+        plain(path)
 
 
 def test_again_reuses_everything(table: tuple[Path, str]) -> None:

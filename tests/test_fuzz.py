@@ -2,9 +2,12 @@
 
 from __future__ import annotations
 
+import contextlib
+import io
 import json
 import math
 import os
+import sys
 import tempfile
 from collections.abc import Callable
 from pathlib import Path
@@ -16,7 +19,7 @@ from hypothesis import HealthCheck, given, note, settings
 from hypothesis import strategies as st
 from PIL import Image
 
-from protofl import options, registry, run, suites
+from protofl import cli, options, registry, run, suites
 from protofl.data import load
 from protofl.errors import UserError
 from protofl.experiment import Settings, cells
@@ -309,3 +312,56 @@ def test_random_folders_of_images_are_read_or_refused(names: list[str], data: st
                     if data.draw(st.integers(0, 9)) == 0:
                         path.rename(path.with_suffix(data.draw(st.sampled_from([".png", ".txt", "", ".JPG"]))))
         read_or_refused(Path(place), place)
+
+
+# ---- the command line ------------------------------------------------------------------------------------------------
+
+OPTIONS = {
+    "--methods": ["fedavg", "moon,fedproc", "all", "moom", "./x.py", "fedavg,fedavg", "fedavg+cspc", ",", "<b>"],
+    "--dataset": ["digits", "cifar10", "nosuch", "./nosuch.npz", "/"], "--beta": ["0.5", "0.1,1", "0", "-1", "nan", "x", "1e400"],
+    "--partition": ["iid", "dir_client", "dirichlet", "file", "dir"], "--partition-seed": ["0", "run", "-1", "1.5"],
+    "--clients": ["3", "0", "-2", "9999", "2.5", "١"], "--participation": ["0.5", "1", "0", "1.1", "inf"],
+    "--rounds": ["1", "0", "x", "1e3"], "--local-epochs": ["1", "-1"],
+    "--batch-size": ["8", "0"], "--lr": ["0.1", "0", "nan", "-1"],
+    "--net": ["mlp", "simple_cnn", "resnet18_gn2", "nosuch"], "--seeds": ["0", "0,1", "0,0", "-1", "4294967296", "a"],
+    "--preset": ["digits.digits", "moon.cifar10", "nosuch", ""], "--suite": ["smoke", "nosuch", "/dev/null"],
+    "--scale": ["paper", "smoke", "big"], "--device": ["cpu", "cuda", "tpu"], "--workers": ["1", "auto", "0", "x"],
+    "--set": ["momentum=0.5", "moon.mu=1", "moon.mu=x", "nosuch=1", "=", "precision=fp16",
+              "fedproc.preset=official_code", "a.b.c=1"],
+}  # fmt: skip
+
+
+@st.composite
+def words(draw: st.DrawFn) -> list[str]:
+    """Options that exist with values good and bad, now and then one that does not exist."""
+    names = draw(st.lists(st.sampled_from(sorted(OPTIONS)), unique=True, max_size=4))
+    out = [
+        w for name in names for w in (name, draw(st.sampled_from(OPTIONS[name]) | st.text("a0,=.-\n\x00é", max_size=4)))
+    ]
+    return out + draw(st.sampled_from([[]] * 6 + [["--nosuch"], ["stray"], ["--beta"]]))
+
+
+@QUIETLY
+@given(
+    asked=words(),
+    command=st.sampled_from([["bench"], ["bench"], ["sweep", "--over", "rounds=1,2"], ["ablate", "fedavg"]]),
+)
+def test_random_commands_are_priced_or_refused(asked: list[str], command: list[str]) -> None:
+    """Exit code 0 or 2, never a traceback; what is refused is refused in one line, or by the usage of the command."""
+    with tempfile.TemporaryDirectory() as place:
+        printed, before, argv, code = io.StringIO(), Path.cwd(), sys.argv, 0
+        with contextlib.redirect_stdout(printed), contextlib.redirect_stderr(printed):
+            try:
+                os.chdir(place)
+                sys.argv = ["protofl", *command, *asked, "--dry-run"]
+                cli.main()
+            except SystemExit as end:
+                code = int(end.code or 0)
+            finally:
+                os.chdir(before)
+                sys.argv = argv
+        said = printed.getvalue()
+        assert code in (0, 2) and "Traceback" not in said, said
+        assert not list(Path(place).iterdir())
+        if code == 2:
+            assert (said.startswith("Error: ") and said.count("\n") == 1) or "Usage: " in said, said

@@ -243,8 +243,6 @@ def test_a_clock_that_is_set_back(tmp_path: Path, monkeypatch: pytest.MonkeyPatc
 def test_a_folder_that_cannot_be_written(tmp_path: Path) -> None:
     """Refused before any work, also of who may write everywhere."""
     said = protofl(*SMALL, "--results", "/proc/nothing", cwd=tmp_path, code=2)
-    assert said.startswith("Error: results folder '/proc/nothing' cannot be written:") and said.count("\n") == 1
+    assert "\nError: results folder '/proc/nothing' cannot be written:" in said and "started" not in said
     said = protofl(*(w for w in SMALL if w != "--no-report"), "--reports", "/proc/nothing", cwd=tmp_path, code=2)
-    assert said.startswith("Error: reports folder '/proc/nothing' cannot be written:") and not list(
-        tmp_path.rglob("*.json")
-    )
+    assert "\nError: reports folder '/proc/nothing' cannot be written:" in said and not list(tmp_path.rglob("*.json"))
