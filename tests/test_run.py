@@ -15,7 +15,7 @@ import numpy as np
 import pytest
 import torch
 
-from protofl import records, registry, run
+from protofl import records, registry, run, suites
 from protofl.engine.base import MethodError
 from protofl.errors import UserError
 from protofl.evaluate import score
@@ -65,6 +65,7 @@ QUICK = ("moon", "fedproc", "fedcspc")
 """Memory of clients, a table of the server, trees of its own; the others are slow tests."""
 
 METHODS = [pytest.param(m, marks=[] if m in QUICK else pytest.mark.slow) for m in registry.ORDER]
+EVERY = [pytest.param(m, marks=[] if m in QUICK else pytest.mark.slow) for m in registry.names()]
 
 
 @pytest.mark.parametrize("engine", ["loop", pytest.param("batched", marks=pytest.mark.slow)])
@@ -97,10 +98,12 @@ STOPPED = {
 PARTIAL = {"participation": 0.5, "lr_decay_per_round": 0.9, "rounds": 8, "local_epochs": 1}
 
 
-@pytest.mark.parametrize("method", METHODS)
-def test_killed_and_resumed_equals_straight_through(method: str, tmp_path: Path) -> None:
+@pytest.mark.parametrize("engine", ["batched", pytest.param("loop", marks=pytest.mark.slow)])
+@pytest.mark.parametrize("method", EVERY)
+def test_killed_and_resumed_equals_straight_through(method: str, engine: str, tmp_path: Path) -> None:
     """kill -9 at a moment that differs from method to method; then again, until the run ends."""
-    asked = cell(method, **PARTIAL, **STOPPED.get(method, {}))
+    short = {f"{method}.{k}": v for k, v in suites.SHORT.get(method, {}).items()}
+    asked = cell(method, engine=engine, **PARTIAL, **short, **STOPPED.get(method, {}))
     straight = played(asked, tmp_path / "straight")
     ready = prepare(asked)
     kills, log = 0, tmp_path / "killed" / ready.folder / "rounds.jsonl"
