@@ -35,6 +35,8 @@ from protofl.flower import client, data, messages, server, settings
 from protofl.flower.export import export
 
 N = 3
+FAST = ("fedavg", "fedproc", "fednh", "fedcspc", "scaffold", "fedper", "solo")
+"""A method of every kind: weights, prototypes, a server that trains, memories, no global model, another population."""
 QUICK = {"fedcspc": {"fedcspc.calib_epochs": 2}, "creff": {"creff.match_epochs": 3, "creff.retrain_epochs": 5}}
 """What takes long on a server."""
 PLAIN = {"clients": N, "rounds": 2, "local_epochs": 1, "seeds": 0, "engine": "loop", "metrics": "gm"}
@@ -119,7 +121,9 @@ def played(asked: Cell, folder: Path, grid: type[Grid] = Grid, **changes: Any) -
     return records.unpack((folder / "state.safetensors").read_bytes())[0], made
 
 
-@pytest.mark.parametrize("method", [*registry.names(), "fedavg+cspc", "moon+cspc"])
+@pytest.mark.parametrize(
+    "method", [m if m in FAST else pytest.param(m, marks=pytest.mark.slow) for m in [*registry.names(), "moon+cspc"]]
+)
 def test_every_method_gives_the_same_bits(method: str, tmp_path: Path) -> None:
     asked = cell(method, **QUICK.get(method, {}))
     stored, _ = played(asked, tmp_path / "app")
@@ -133,7 +137,7 @@ def test_every_method_gives_the_same_bits(method: str, tmp_path: Path) -> None:
         ("moon", {"optimizer_reset": "never", "participation": 0.7}),
         ("fedproc", {"fedproc.proto_init": "first_clients", "participation": 0.4}),
         ("fedavg", {"precision": "fp64", "clients": 4, "participation": 0.25, "grad_clip_norm": 1}),
-        ("fedavg", {"model": "conv_digits", "augment": "rotate15", "local_epochs": 2}),
+        ("fedavg+cspc", {"model": "conv_digits", "augment": "rotate15", "rounds": 1, "fedavg+cspc.calib_epochs": 2}),
     ],
 )
 def test_other_settings_too(method: str, fields: dict[str, Any], tmp_path: Path) -> None:
@@ -187,18 +191,26 @@ class Dies(Grid):
 
 
 class Leaves(Grid):
-    """Node 102 is gone when round 1 begins; another one comes in its place where `back` says so."""
+    """Node 102 is gone when round 1 begins."""
 
-    back: dict[int, int] = {}  # noqa: RUF012
+    looks = 0
+    back = None
 
     def get_node_ids(self) -> list[int]:
-        if sum(m.metadata.message_type == messages.WORK for m in self.sent) == N and self.clients.pop(102, None):
-            self.clients |= self.back
+        if sum(m.metadata.message_type == messages.WORK for m in self.sent) == N:
+            self.clients.pop(102, None)
+            self.looks += 1
+            if self.back is not None and self.looks > 1:
+                self.clients[self.back] = 2
         return super().get_node_ids()
 
 
-class Back(Leaves):
-    back = {7: 2}  # noqa: RUF012
+class Anew(Leaves):
+    back = 7
+
+
+class Same(Leaves):
+    back = 102
 
 
 class Twins(Grid):
@@ -218,11 +230,11 @@ def test_a_node_that_dies_is_named(tmp_path: Path) -> None:
     assert "nodes 102 and 101 both say that they are client 1" in told
 
 
-@pytest.mark.parametrize("method", ["scaffold", "fedavg"])
-def test_a_node_that_comes_back_goes_on_where_it_was(method: str, tmp_path: Path) -> None:
-    asked = cell(method)
-    stored, grid = played(asked, tmp_path / "app", Back, wait=5)
-    assert same(stored, here(asked)) and 7 in grid.clients
+@pytest.mark.parametrize("grid", [Anew, Same])
+def test_a_node_that_comes_back_goes_on_where_it_was(grid: type[Leaves], tmp_path: Path) -> None:
+    asked = cell("scaffold")
+    stored, made = played(asked, tmp_path / "app", grid, wait=5)
+    assert same(stored, here(asked)) and made.clients[grid.back or 0] == 2
 
 
 class Forgets(Grid):

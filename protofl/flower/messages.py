@@ -9,6 +9,7 @@ A client's own memory never crosses. What goes wrong with a method or with a use
 
 from __future__ import annotations
 
+import logging
 from collections.abc import Callable
 from typing import Any
 
@@ -20,6 +21,9 @@ from ..errors import UserError
 from ..method import Diverged
 from ..records import flatten, unflatten
 from ..tree import Tree
+
+LOG = logging.getLogger("flwr")
+"""Flower's own: what a server tells there is what `flwr run --stream` and `flwr log` show."""
 
 HELLO, WORK = "query", "train"
 """Flower's types of message."""
@@ -46,6 +50,7 @@ def replied(message: Any, work: Callable[[], Any]) -> Any:
     try:
         content = work()
     except tuple(FAILURES.values()) as e:
+        LOG.error("%s", e, exc_info=isinstance(e, MethodError))  # the way through a method's code is seen here alone
         content = RecordDict({"failed": ConfigRecord({"kind": type(e).__name__, "line": str(e)})})
     return Message(content, reply_to=message)
 

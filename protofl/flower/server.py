@@ -3,7 +3,6 @@
 from __future__ import annotations
 
 import json
-import logging
 import time
 from collections.abc import Callable, Iterable, Iterator
 from pathlib import Path
@@ -23,10 +22,7 @@ from ..method import Diverged
 from ..tree import Tree, tensors
 from . import settings
 from .client import Loader
-from .messages import HELLO, NEVER, WORK, content, record, tree
-
-LOG = logging.getLogger("flwr")
-"""Flower's own: what is told there is what `flwr run --stream` and `flwr log` show."""
+from .messages import HELLO, LOG, NEVER, WORK, content, record, tree
 
 POLL = 0.5
 """Seconds between two looks for replies."""
@@ -71,8 +67,9 @@ class Nodes:
             time.sleep(POLL)
 
     def _greet(self, there: set[int]) -> None:
-        """Ask nodes that nobody knows; forget what was asked of nodes that have gone."""
+        """Ask nodes that nobody knows; one that has gone is asked again if it comes back under the same number."""
         self.asked = {k: node for k, node in self.asked.items() if node in there}
+        self.greeted &= there
         for node in sorted(there - self.greeted):
             self.asked[self._send(RecordDict(), node, HELLO, "hello")] = node
             self.greeted.add(node)
