@@ -19,7 +19,7 @@ import pytest
 import torch
 from typer.testing import CliRunner
 
-from protofl import cli, records, registry, run
+from protofl import __version__, cli, records, registry, run
 from protofl.cells import Cell
 from protofl.errors import UserError
 from protofl.experiment import Settings, cells
@@ -27,7 +27,7 @@ from protofl.federation import Federation
 from protofl.tree import Rows, Tree
 
 pytest.importorskip("flwr", reason="Flower: pip install 'protofl[flower]'")
-from flwr.app import Context, RecordDict
+from flwr.app import Context, Error, Message, RecordDict
 from flwr.common.config import flatten_dict
 from flwr.supercore.task_identity import TaskIdentity
 
@@ -213,13 +213,35 @@ class Same(Leaves):
     back = 102
 
 
+class Older(Grid):
+    """Node 102 has another version."""
+
+    def push_messages(self, messages: list[Any]) -> list[str]:
+        sent = super().push_messages(messages)
+        for k in sent:
+            if self.replies[k].metadata.src_node_id == 102:
+                self.replies[k].content["with"]["protofl"] = "0.0.1"
+        return sent
+
+
+class Crashes(Grid):
+    """Node 101 has a fault of its own, of which Flower makes an error."""
+
+    def push_messages(self, messages: list[Any]) -> list[str]:
+        sent = super().push_messages(messages)
+        for message in messages:
+            if message.metadata.dst_node_id == 101 and message.metadata.message_type == "train":
+                self.replies[message.metadata.message_id] = Message(Error(2, "ValueError:\n no"), reply_to=message)
+        return sent
+
+
 class Twins(Grid):
     def __init__(self, *given: Any) -> None:
         super().__init__(*given)
         self.clients[102] = 1
 
 
-def test_a_node_that_dies_is_named(tmp_path: Path) -> None:
+def test_a_node_with_which_something_is_wrong_is_named(tmp_path: Path) -> None:
     assert refusal(cell("fedavg"), tmp_path / "a", RuntimeError, Dies) == (
         "no answer within 0.1 s: client 2 (node 102), round 1"
     )
@@ -228,6 +250,10 @@ def test_a_node_that_dies_is_named(tmp_path: Path) -> None:
     assert told.startswith("no node for client 2 within 0 s, round 1")
     told = refusal(cell("fedavg"), tmp_path / "c", RuntimeError, Twins)
     assert "nodes 102 and 101 both say that they are client 1" in told
+    told = refusal(cell("fedavg"), tmp_path / "d", RuntimeError, Older)
+    assert told == f"client 2 (node 102) has protofl 0.0.1, the server {__version__}"
+    told = refusal(cell("fedavg"), tmp_path / "e", RuntimeError, Crashes)
+    assert told == "client 1 (node 101), round 0, gave no result: ValueError: no"
 
 
 @pytest.mark.parametrize("grid", [Anew, Same])

@@ -8,7 +8,7 @@ from typing import Any
 
 import platformdirs
 import torch
-from flwr.app import MetricRecord, RecordDict
+from flwr.app import ConfigRecord, MetricRecord, RecordDict
 from flwr.clientapp import ClientApp
 from torch.utils import _pytree as pytree
 
@@ -37,8 +37,8 @@ def hello(context: Any, train: Loader, folder: Path) -> Any:
     app, i = settings.read(context.run_config, folder), client(context)
     _, y = settings.checked(app, train(context), "train() in data.py")
     counts = torch.bincount(y, minlength=app.net.classes).tolist()
-    version = [int(n) for n in __version__.split(".")]
-    return RecordDict({"told": MetricRecord({"client": i, "counts": counts, "version": version})})
+    told = MetricRecord({"client": i, "counts": counts})
+    return RecordDict({"told": told, "with": ConfigRecord({"protofl": __version__})})
 
 
 def work(given: Any, context: Any, train: Loader, folder: Path) -> Any:

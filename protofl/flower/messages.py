@@ -58,7 +58,7 @@ def replied(message: Any, work: Callable[[], Any]) -> Any:
 def content(reply: Any, who: str) -> Any:
     """What a node replied; its failures are raised here, with who and in which round."""
     if reply.has_error():
-        raise RuntimeError(f"{who} did not answer: {' '.join(str(reply.error.reason).split())}")
+        raise RuntimeError(f"{who}, gave no result: {' '.join(str(reply.error.reason).split())}")
     if "failed" in reply.content:
         told = reply.content["failed"]
         raise FAILURES[told["kind"]](f"{who}: {told['line']}")

@@ -78,8 +78,8 @@ class Nodes:
         """Who nodes say they are, into `found`: client -> node."""
         for reply in self.grid.pull_messages(list(self.asked)) if self.asked else ():
             node = self.asked.pop(reply.metadata.reply_to_message_id)
-            told = content(reply, f"node {node}, {when}")["told"]
-            i, counts, version = told["client"], list(told["counts"]), ".".join(map(str, told["version"]))
+            told = content(reply, f"node {node}, {when}")
+            i, counts, version = told["told"]["client"], list(told["told"]["counts"]), told["with"]["protofl"]
             if version != __version__:
                 raise RuntimeError(f"client {i} (node {node}) has protofl {version}, the server {__version__}")
             if i in found:
@@ -101,14 +101,10 @@ class Nodes:
         ids, when = [i for crew in groups for i in crew], f"round {t}"
         self.meet(ids, when)
         broadcast, waiting = record(shared), dict[str, int]()
+        order: dict[str, Any] = {"hook": hook, "t": t, "sizes": clients.task.sizes}
         for i in ids:
-            order: dict[str, Any] = {
-                "hook": hook,
-                "t": t,
-                "since": self.since.get(i, NEVER),
-                "sizes": clients.task.sizes,
-            }
-            given = RecordDict({"order": ConfigRecord(order), "shared": broadcast})
+            mine = ConfigRecord(order | {"since": self.since.get(i, NEVER)})
+            given = RecordDict({"order": mine, "shared": broadcast})
             waiting[self._send(given, self.at[i], WORK, when)] = i
         end = time.monotonic() + self.timeout
         while waiting:
