@@ -404,7 +404,7 @@ def test_settings_survive_their_file(tmp_path: Path) -> None:
 
 # ---- between processes ----------------------------------------------------------------------------------------------
 
-PATIENCE = 900
+PATIENCE = 600
 """Seconds for what takes a minute on an idle machine: every message starts a process that imports torch."""
 
 
@@ -448,15 +448,20 @@ class Deployment:
         self.env = {**os.environ, "PATH": path, "FLWR_HOME": str(home), "FLWR_TELEMETRY_ENABLED": "0"}
         self.env["FLWR_DISABLE_UPDATE_CHECK"] = "1"
         home.mkdir()
-        there = f"127.0.0.1:{self.ports[0]}"
-        (home / "config.toml").write_text(f'[superlink.protofl]\naddress = "{there}"\ninsecure = true\n')
+        self.there = f"127.0.0.1:{self.ports[0]}"
+        (home / "config.toml").write_text(f'[superlink.protofl]\naddress = "{self.there}"\ninsecure = true\n')
+
+    def begin(self) -> None:
+        """Start the SuperLink, then the SuperNodes."""
         link = ("--disable-runtime-dependency-installation", "--port", str(self.ports[0]))
         self.start("flower-superlink", "--insecure", *link)
         assert until(lambda: not free(self.ports[0])), self.log(0)
         for k in range(N):
-            own = f'partition-id={k} num-partitions={N} memory="{folder / "memory"}"'
+            own = f'partition-id={k} num-partitions={N} memory="{self.folder / "memory"}"'
             port = str(self.ports[1 + k])
-            self.start("flower-supernode", "--insecure", "--superlink", there, "--port", port, "--node-config", own)
+            self.start(
+                "flower-supernode", "--insecure", "--superlink", self.there, "--port", port, "--node-config", own
+            )
 
     def start(self, *command: str) -> subprocess.Popen[bytes]:
         """A process in a session of its own, with its output in a file."""
@@ -475,6 +480,11 @@ class Deployment:
         self.start("flwr", "run", str(app), "protofl", "--stream", *options)
         return len(self.processes) - 1
 
+    def finished(self, number: int) -> str:
+        """What a run said until its end."""
+        assert until(lambda: self.processes[number].poll() is not None), self.log(number)
+        return self.log(number)
+
     def stop(self) -> None:
         """End what was started, nodes first, with everything that they started."""
         for process in reversed(self.processes):
@@ -492,6 +502,7 @@ class Deployment:
 def deployed(folder: Path) -> Iterator[Deployment]:
     made = Deployment(folder)
     try:
+        made.begin()
         yield made
     finally:
         made.stop()
@@ -499,16 +510,15 @@ def deployed(folder: Path) -> Iterator[Deployment]:
 
 @pytest.mark.slow
 def test_real_processes_give_the_same_bits(tmp_path: Path) -> None:
-    asked = {name: cell(name, rounds=3) for name in ("fedavg", "fedproc", "fednh", "scaffold")}
-    for name, one in asked.items():
-        export(one, tmp_path / name)
+    """One run after the other: an app's process that does not speak up within 30 s is given up by Flower."""
     with deployed(tmp_path) as made:
-        logs = {name: made.run(tmp_path / name) for name in asked}
-        for name, number in logs.items():
-            assert until(lambda k=number: made.processes[k].poll() is not None), made.log(number)  # type: ignore[misc]
-            assert "round 3 of 3: accuracy" in made.log(number), made.log(number)
+        for name in ("fedavg", "fedproc", "fednh", "scaffold"):
+            asked = cell(name, rounds=3)
+            export(asked, tmp_path / name)
+            log = made.finished(made.run(tmp_path / name))
+            assert "round 3 of 3: accuracy" in log, log
             stored, notes = records.unpack((tmp_path / f"{name}.safetensors").read_bytes())
-            assert notes == {"round": 3} and same(stored, here(asked[name]))
+            assert notes == {"round": 3} and same(stored, here(asked))
 
 
 @pytest.mark.slow
@@ -518,8 +528,7 @@ def test_a_node_that_is_killed_is_named(tmp_path: Path) -> None:
         number = made.run(tmp_path / "app")
         assert until(lambda: "round 1 of 50" in made.log(number)), made.log(number)
         made.processes[2].kill()
-        assert until(lambda: made.processes[number].poll() is not None), made.log(number)
-        (line,) = [text for text in made.log(number).splitlines() if text.startswith("RuntimeError: ")]
+        (line,) = [text for text in made.finished(number).splitlines() if text.startswith("RuntimeError: ")]
         assert line.startswith("RuntimeError: client 1 (node ") and ", round " in line
     stored, notes = records.unpack((tmp_path / "fedavg.safetensors").read_bytes())
     assert notes["round"] >= 1 and "net" in stored.shared
