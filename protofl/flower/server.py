@@ -166,11 +166,11 @@ def play(grid: Any, context: Any, test: Loader, folder: Path) -> Federation:
     """All rounds of an app -> the federation; the server's state lies in the file `out` after every round."""
     run.single_threaded()
     app, config = settings.read(context.run_config, folder), context.run_config
+    given = test(context)
+    tests = None if given is None else TestSet(*_placed(app, given), app.pipeline, app.net.classes)
     nodes = Nodes(grid, app.protocol.clients, float(config["wait"]), float(config["timeout"]))
     nodes.meet(range(app.protocol.clients), "before round 0")
     fed = Federation(app.method, task_of(app, nodes.counts), pool=nodes)
-    given = test(context)
-    tests = None if given is None else TestSet(*_placed(app, given), app.pipeline, app.net.classes)
     out, rounds = Path(str(config["out"])), app.protocol.rounds
     rows: list[dict[str, Any]] = []
     fed.introduce()
