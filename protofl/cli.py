@@ -26,6 +26,8 @@ datasets_app = typer.Typer(help="Data sets: which are known, where they are look
 app.add_typer(datasets_app, name="datasets")
 suite_app = typer.Typer(help="Suites: the papers' tables and figures, each as one command.", no_args_is_help=True)
 app.add_typer(suite_app, name="suite")
+flower_app = typer.Typer(help="Flower: a method in a real federation, SuperLink and SuperNodes.", no_args_is_help=True)
+app.add_typer(flower_app, name="flower")
 out = Console(width=None if sys.stdout.isatty() or "COLUMNS" in os.environ else 120)
 
 SHARED = "default: as the preset says"
@@ -516,6 +518,51 @@ def eval_(run: Annotated[Path, typer.Argument(help="The folder of a run.")], dat
     told = replay(run, data_dir)
     out.print(describe.replayed(told))
     raise typer.Exit(0 if told["stored"] == told["again"] else 1)
+
+
+@flower_app.command("export")
+def flower_export(
+    method: Annotated[str, typer.Argument(help="A method (see `protofl methods`), METHOD+PLUGIN, or a file ./NAME.py.")],
+    to: Annotated[Path, typer.Option("--out", help="The folder of the app; it must be new or empty.", show_default=False)],
+    dataset: Annotated[
+        Text, typer.Option(help="What the app trains on until you put your loader in: as of `protofl bench`.")
+    ] = None,
+    data_dir: DataDir = None,
+    beta: Annotated[Text, typer.Option(help="Dirichlet concentration; " + SHARED)] = None,
+    partition: Annotated[Text, typer.Option(help="dir_class | dir_class_fednh | dir_client | iid | file; " + SHARED)] = None,
+    partition_file: Annotated[Text, typer.Option(help="A split saved by `protofl partition --save`.")] = None,
+    clients: Annotated[Text, typer.Option(help="Number of clients, one SuperNode each; " + SHARED)] = None,
+    participation: Annotated[Text, typer.Option(help="Share of the clients drawn per round, in (0, 1]; " + SHARED)] = None,
+    rounds: Annotated[Text, typer.Option(help="Communication rounds; " + SHARED)] = None,
+    local_epochs: Annotated[Text, typer.Option(help="Epochs of local training per round; " + SHARED)] = None,
+    batch_size: Annotated[Text, typer.Option(help="Samples per step; " + SHARED)] = None,
+    lr: Annotated[Text, typer.Option(help="The clients' learning rate; " + SHARED)] = None,
+    net: Annotated[Text, typer.Option(help="Network; " + SHARED)] = None,
+    seed: Annotated[str, typer.Option(help="Run seed.")] = "0",
+    preset: Annotated[Text, typer.Option(help="A paper's setting; default: the data set chooses.")] = None,
+    device: Annotated[Text, typer.Option(help="cpu, cuda or cuda:N, on the server and on every node; default: cpu.")] = None,
+    set_: Annotated[
+        Optional[list[str]],  # noqa: UP045
+        typer.Option("--set", help="key=value for any protocol field, or method.option=value; repeatable.")
+    ] = None,
+) -> None:  # fmt: skip
+    """Write a Flower app that runs this method from this package, with your own data loader."""
+    given = dict(locals())
+    from . import flower, inputs
+    from .experiment import Settings, cells
+
+    flower.need()
+    method, to, set_, seeds = (given.pop(name) for name in ("method", "to", "set_", "seed"))
+    settings = Settings(methods=[method])
+    _take(settings, {**given, "seeds": seeds}, set_)
+    asked = cells(settings)
+    if len(asked) > 1:
+        raise UserError("an app is one method in one setting: give one --beta and one --seed")
+    inputs.check(asked)
+    from .flower.export import export  # from here on torch is needed
+
+    export(asked[0], to)
+    out.print(f"app: {to}; {to / 'README.md'} says how to start it", highlight=False, soft_wrap=True)
 
 
 OURS = """This is a fault of protofl or of a method file, not of what you asked for. Please report the lines above with

@@ -145,7 +145,8 @@ class Federation:
         hook = getattr(program, "__name__", "")
         # In the loop every client is a crew of its own; in the batched engine the cut into crews moves last bits.
         size = 1 if isinstance(self.clients.engine, Loop) else self.protocol.crew
-        if self.pool is not None and len(ids) > size and getattr(self.method, hook, None) == program:
+        shared_out = self.pool is not None and (self.pool.everything or len(ids) > size)
+        if shared_out and getattr(self.method, hook, None) == program:
             yield from self.pool.work(self.clients, hook, t, list(crews(ids, size)), self.shared, self.memory.get)
             return
         for crew in crews(ids, self.protocol.crew):

@@ -41,6 +41,8 @@ class Done:
 class Pool:
     """Processes that work on crews of one cell. They are started with the first crew and stopped by `close`."""
 
+    everything = False  # a single crew is not worth a process
+
     def __init__(self, cell: Cell, count: int) -> None:
         self.cell, self.count = cell, count
         self.workers: list[Worker] = []
