@@ -308,7 +308,8 @@ class RunFolder:
         names = self._names()
         for name in names[2:]:
             (self.path / "state" / name).unlink(missing_ok=True)
-        used = set().union(*(self.used.get(name, set()) for name in names[:2]))
+        self.used = {name: self.used[name] for name in names[:2] if name in self.used}
+        used = set().union(*self.used.values())
         folder = self.path / "state" / "clients"
         if folder.is_dir():
             for p in folder.iterdir():

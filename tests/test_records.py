@@ -78,6 +78,13 @@ def test_the_last_two_states_and_their_clients_are_kept(tmp_path: Path) -> None:
     folder.close()
 
 
+def test_what_states_need_is_forgotten_with_them(tmp_path: Path) -> None:
+    """Else a run of many clients grows by a list of files in every round."""
+    folder = filled(tmp_path / "run", 6)
+    assert len(folder.used) == 2
+    folder.close()
+
+
 @pytest.mark.parametrize("damage", ["truncate", "flip", "delete client", "stray"])
 def test_a_damaged_state_is_passed_over(tmp_path: Path, damage: str) -> None:
     folder = filled(tmp_path / "run")
