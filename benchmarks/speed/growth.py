@@ -1,6 +1,6 @@
-"""Time per round and peak memory at a fixed number of drawn clients, whatever the number of clients. Prints one JSON line.
+"""Time, bytes and peak memory per round at a number of drawn clients, whatever the number of clients. Prints one JSON line.
 
-python benchmarks/speed/growth.py 10000 --method moon --rounds 20
+python benchmarks/speed/growth.py 10000 --drawn 10 --method moon --rounds 20
 """
 
 from __future__ import annotations
@@ -15,8 +15,8 @@ from typing import Any
 
 import numpy as np
 
-DRAWN, SAMPLES = 10, 100
-"""Clients in a round, and what each of them has."""
+SAMPLES = 100
+"""What each client has."""
 
 
 def data(clients: int, path: Path) -> None:
@@ -30,6 +30,7 @@ def data(clients: int, path: Path) -> None:
 def main() -> None:
     parser = argparse.ArgumentParser(description=__doc__)
     parser.add_argument("clients", type=int)
+    parser.add_argument("--drawn", type=int, default=10, help="clients in a round")
     parser.add_argument("--method", default="fedavg")
     parser.add_argument("--rounds", type=int, default=20)
     parser.add_argument("--data-dir", help="not used: the data are made up")
@@ -48,7 +49,7 @@ def main() -> None:
         settings = Settings(methods=[asked.method])
         wanted = dict(
             dataset=f"{folder}/many.npz", net="mlp", partition="iid", clients=asked.clients,
-            participation=DRAWN / asked.clients, rounds=asked.rounds + 2, eval_every=asked.rounds + 2, seeds=0,
+            participation=asked.drawn / asked.clients, rounds=asked.rounds + 2, eval_every=asked.rounds + 2, seeds=0,
             local_epochs=5, batch_size=20, prototype_rounds=1,
         )  # fmt: skip
         for name, value in wanted.items():
@@ -60,7 +61,8 @@ def main() -> None:
     whole = [b - a for a, b in zip(ended[1:-2], ended[2:-1])]  # without the first round and the evaluated last one
     peak = max(r["memory_mb"] for r in rows if r["round"] >= 0)
     samples = rows[-1]["samples"]["trained"]
-    print(json.dumps({"seconds": whole, "round": whole, "samples": samples, "peak_mb": peak}))
+    one = {k: rows[-1][k] / asked.drawn for k in ("bytes_down", "bytes_up")} | {"state_bytes": rows[-1]["state_bytes"]}
+    print(json.dumps({"seconds": whole, "round": whole, "samples": samples, "peak_mb": peak, **one}))
 
 
 if __name__ == "__main__":
