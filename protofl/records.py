@@ -220,7 +220,7 @@ class RunFolder:
         """Whether the run is finished."""
         return (self.path / "done").exists()
 
-    def open(self, document: Mapping[str, Any]) -> None:
+    def hold(self) -> None:
         """Create the folder and take its lock."""
         self.path.mkdir(parents=True, exist_ok=True)
         try:
@@ -229,6 +229,10 @@ class RunFolder:
             raise UserError(
                 f"another process is at work on {self.path}: wait for it, or use another --results"
             ) from None
+
+    def open(self, document: Mapping[str, Any]) -> None:
+        """`hold` the folder, say in it what is run."""
+        self.hold()
         if read_json(self.path / "protocol.json") != document:
             write_json(self.path / "protocol.json", document)
         write_json(self.path / "env.json", environment())
