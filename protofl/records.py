@@ -36,48 +36,17 @@ from typing import Any
 
 import numpy as np
 import torch
-from filelock import FileLock, Timeout
 from safetensors.torch import load as load_tensors
 from safetensors.torch import save as save_tensors
 from torch import Tensor
 
-from .errors import UserError
+from .files import hold, lock, read_json, write_bytes, write_json
 from .tree import Rows, Tree, nbytes
 
 STATE = re.compile(r"round-(\d{5,})-([0-9a-f]{16})\.safetensors")
 CLIENT = re.compile(r"c\d{5,}-r\d{5,}-[0-9a-f]{16}\.safetensors")
 CACHE = 64 * 2**20
 """Bytes of client memories that stay in RAM beside the files."""
-
-
-# ---- plain files ----------------------------------------------------------------------------------------------------
-
-
-def write_bytes(path: Path, content: bytes) -> None:
-    """Write to a temporary name, then rename: a reader sees the old file or the new one."""
-    path.parent.mkdir(parents=True, exist_ok=True)
-    handle, name = tempfile.mkstemp(dir=path.parent, prefix=".", suffix=".tmp")
-    try:
-        with os.fdopen(handle, "wb") as file:
-            file.write(content)
-        os.chmod(name, 0o644)
-        os.replace(name, path)
-    except BaseException:
-        Path(name).unlink(missing_ok=True)
-        raise
-
-
-def write_json(path: Path, document: Any) -> None:
-    """Strict JSON, readable."""
-    write_bytes(path, (json.dumps(document, indent=1, allow_nan=False) + "\n").encode())
-
-
-def read_json(path: Path) -> Any:
-    """What `write_json` wrote; None if it is missing or damaged."""
-    try:
-        return json.loads(path.read_text("utf-8"))
-    except (OSError, ValueError):
-        return None
 
 
 # ---- trees as safetensors -------------------------------------------------------------------------------------------
@@ -213,26 +182,16 @@ class RunFolder:
     def __init__(self, path: Path) -> None:
         self.path = path
         self.used: dict[str, set[str]] = {}  # client files by the state that needs them
-        self.lock = FileLock(str(path / "lock"), timeout=0)
+        self.lock = lock(path)
 
     @property
     def done(self) -> bool:
         """Whether the run is finished."""
         return (self.path / "done").exists()
 
-    def hold(self) -> None:
-        """Create the folder and take its lock."""
-        self.path.mkdir(parents=True, exist_ok=True)
-        try:
-            self.lock.acquire()
-        except Timeout:
-            raise UserError(
-                f"another process is at work on {self.path}: wait for it, or use another --results"
-            ) from None
-
     def open(self, document: Mapping[str, Any]) -> None:
-        """`hold` the folder, say in it what is run."""
-        self.hold()
+        """Create the folder and take its lock."""
+        hold(self.path, self.lock)
         if read_json(self.path / "protocol.json") != document:
             write_json(self.path / "protocol.json", document)
         write_json(self.path / "env.json", environment())

@@ -10,8 +10,8 @@ from __future__ import annotations
 
 import contextlib
 import logging
-import os
 import signal
+import socket
 import tempfile
 from collections import deque
 from collections.abc import Callable, Iterator, Mapping, Sequence
@@ -29,21 +29,22 @@ from .. import inputs, pool, registry, run
 from ..cells import Cell
 from ..clients import Clients, DictMemory, Worked
 from ..errors import UserError
-from ..records import RunFolder, pack, unpack, write_bytes
+from ..files import write_bytes
+from ..records import pack, unpack
 from ..run import Prepared
 from ..tree import Tree
+from .desk import Change, Desk, Event, changed, stamps, write
 from .place import Place
 from .workers import attempt, cores
 
 POLL = 0.2
 """Seconds between two looks at what the tasks tell."""
 
+GRACE = 5.0
+"""Seconds that tasks have to end when they are interrupted."""
+
 PATIENCE = 60.0
 """Seconds for which a run waits for all processes of its clients; then it takes those that Ray found room for."""
-
-ROWS = "rounds.jsonl"
-
-Event = Mapping[str, Any]
 
 
 @dataclass(frozen=True)
@@ -61,37 +62,34 @@ class Order:
     processes: int
 
 
-@dataclass(frozen=True)
-class Change:
-    """What has become of a file: its content from byte `at` on; None: it is gone."""
-
-    name: str
-    content: bytes | None
-    at: int = 0
-
-
 # ---- the driver -----------------------------------------------------------------------------------------------------
 
 
 @contextmanager
 def connected(place: Place) -> Iterator[str]:
     """Ray, found or started on this machine -> what it has, in words."""
-    os.environ["RAY_USAGE_STATS_ENABLED"] = "0"
-    os.environ.setdefault("RAY_ACCEL_ENV_VAR_OVERRIDE_ON_ZERO", "0")  # else a warning about what it means today
-    address = place.address or os.environ.get("RAY_ADDRESS") or "local"
+    address = place.found
     ours: dict[str, Any] = {"num_cpus": cores(), "include_dashboard": False} if address == "local" else {}
     before = signal.getsignal(signal.SIGTERM)
     try:
+        _answers(address)
         ray.init(address, log_to_driver=False, logging_level=logging.ERROR, **ours)
         signal.signal(signal.SIGTERM, before)  # Ray's own would end with another code
         nodes, there = sum(node["Alive"] for node in ray.nodes()), ray.cluster_resources()
         yield f"Ray: nodes: {nodes}, CPUs: {there.get('CPU', 0):g}, GPUs: {there.get('GPU', 0):g}"
-    except (ConnectionError, RuntimeError, ValueError) as e:
+    except (OSError, RuntimeError, ValueError) as e:
         if ray.is_initialized():
             raise
         raise UserError(f"--engine ray: no cluster at {address!r}: {' '.join(str(e).split())}") from None
     finally:
         ray.shutdown()  # of a cluster that stays it ends what this process has there
+
+
+def _answers(address: str) -> None:
+    """Raise `OSError` where nothing listens: Ray would try for many minutes."""
+    host, _, port = address.rpartition(":")
+    if port.isdigit():
+        socket.create_connection((host, int(port)), timeout=10).close()
 
 
 def run_all(
@@ -117,6 +115,10 @@ def run_all(
                 ended(running.pop(ref), *_result(ref))
     finally:
         with contextlib.suppress(RayError):
+            for ref in running:
+                ray.cancel(ref)
+            if running:  # interrupted: they leave nothing behind on their nodes
+                ray.wait(list(running), num_returns=len(running), timeout=GRACE)
             ray.get(desk.close.remote())
 
 
@@ -159,43 +161,6 @@ def _result(ref: Any) -> tuple[Any, tuple[str, str] | None]:
     return (what, None) if kind == "done" else (None, what)
 
 
-class Desk:
-    """An actor beside the driver: gives tasks what is stored of their runs, stores what they send, keeps it for the driver
-    to show."""
-
-    def __init__(self, folders: Sequence[str]) -> None:
-        self.folders = [RunFolder(Path(folder)) for folder in folders]
-        self.turns = [0] * len(folders)
-        self.told: list[tuple[int, Event]] = []
-
-    def begin(self, number: int) -> tuple[int, dict[str, bytes]]:
-        """The files of a run, which is locked for as long as the desk stands, and which turn at it this is."""
-        folder = self.folders[number]
-        if not self.turns[number]:
-            folder.hold()
-        self.turns[number] += 1
-        return self.turns[number], {name: (folder.path / name).read_bytes() for name in _stamps(folder.path)}
-
-    def store(self, number: int, turn: int, changes: Sequence[Change], event: Event | None) -> None:
-        """Make the changes in the run's folder, in their order."""
-        if turn != self.turns[number]:  # of a node that was given up and came back
-            raise RuntimeError("this run is played elsewhere by now")
-        write(self.folders[number].path, changes)
-        if event is not None:
-            self.told.append((number, event))
-
-    def news(self) -> list[tuple[int, Event]]:
-        """What was told since this was asked last."""
-        told, self.told = self.told, []
-        return told
-
-    def close(self) -> None:
-        """Give the folders back; nothing is stored from now on."""
-        self.turns = [-1] * len(self.turns)
-        for folder in self.folders:
-            folder.close()
-
-
 # ---- a node ---------------------------------------------------------------------------------------------------------
 
 
@@ -210,7 +175,7 @@ def _play(order: Order, desk: Any) -> dict[str, Any]:
         ready = prepared(order)
         folder = Path(scratch) / ready.folder
         write(folder, [Change(name, content) for name, content in files.items()])
-        sent = _stamps(folder)
+        sent = stamps(folder)
 
         def send(event: Event | None) -> None:
             got(desk.store.remote(order.number, turn, changed(folder, sent), event))
@@ -249,45 +214,6 @@ def got(ref: Any) -> Any:
         return ray.get(ref)
     except RayTaskError as e:
         raise (e.cause if isinstance(e.cause, Exception) else e) from e
-
-
-# ---- files that travel ----------------------------------------------------------------------------------------------
-
-
-def _stamps(folder: Path) -> dict[str, tuple[int, int, int]]:
-    """The files of a run -> size, time and inode, one of which a change of the file changes."""
-    found = {p.relative_to(folder).as_posix(): p.stat() for p in sorted(folder.rglob("*")) if p.is_file()}
-    return {name: (s.st_size, s.st_mtime_ns, s.st_ino) for name, s in found.items() if name != "lock"}
-
-
-def changed(folder: Path, sent: dict[str, tuple[int, int, int]]) -> list[Change]:
-    """What has changed in a run's folder since it was `sent`, which is updated: states after what they need, `done` last."""
-    now = _stamps(folder)
-    made = []
-    for name in sorted(now, key=lambda name: (name == "done", name.startswith("state/round-"))):
-        if now[name] != sent.get(name):
-            before = sent[name][0] if name == ROWS and name in sent else 0
-            at = before if now[name][0] >= before else 0  # rows are added at the end
-            made.append(Change(name, (folder / name).read_bytes()[at:], at))
-    made += [Change(name, None) for name in sent if name not in now]
-    sent.clear()
-    sent.update(now)
-    return made
-
-
-def write(folder: Path, changes: Sequence[Change]) -> None:
-    """Make changes in a folder."""
-    for change in changes:
-        path = folder / change.name
-        if change.content is None:
-            path.unlink(missing_ok=True)
-        elif change.at:
-            with open(path, "r+b") as file:
-                file.truncate(change.at)
-                file.seek(change.at)
-                file.write(change.content)
-        else:
-            write_bytes(path, change.content)
 
 
 # ---- the clients of a round -----------------------------------------------------------------------------------------

@@ -3,6 +3,10 @@
 from __future__ import annotations
 
 import importlib.util
+import os
+import re
+import secrets
+import sys
 from dataclasses import dataclass
 
 from ..errors import UserError, nearest
@@ -24,6 +28,19 @@ class Place:
     most: int | None = None
     gpus: float | None = None
 
+    @property
+    def found(self) -> str:
+        """The address, as Ray takes it; "local": it is started here."""
+        return self.address or os.environ.get("RAY_ADDRESS") or "local"
+
+    def settle(self) -> None:
+        """Set what Ray reads when it is imported: it tells nobody of its use, and if it is started here its ports answer
+        the processes of this command alone."""
+        os.environ["RAY_USAGE_STATS_ENABLED"] = "0"
+        os.environ.setdefault("RAY_ACCEL_ENV_VAR_OVERRIDE_ON_ZERO", "0")  # else a warning about what it means today
+        if self.found == "local" and not {"RAY_AUTH_MODE", "ray"} & {*os.environ, *sys.modules}:
+            os.environ |= {"RAY_AUTH_MODE": "token", "RAY_AUTH_TOKEN": secrets.token_hex(32)}
+
     def gpus_of(self, device: str) -> float:
         """What a run on a device takes of a GPU."""
         if device == "cpu":
@@ -42,7 +59,7 @@ def asked(engine: str | None, address: str | None, gpus: str | None, most: int |
         return None
     if importlib.util.find_spec("ray") is None:
         raise UserError("--engine ray needs Ray, which is not installed: pip install 'protofl[ray]'")
-    if address is not None and "://" in address:
+    if address is not None and not re.fullmatch(r"auto|[^:/]+:\d+", address):
         raise UserError(f"--address {address!r}: auto or IP:PORT of a cluster that this machine is a node of")
     try:
         share = None if gpus is None else float(gpus)
