@@ -219,6 +219,8 @@ def _connected(place: Place | None, console: Console) -> Iterator[None]:
     if place is None:
         yield
         return
+    place.settle()
+
     from .engine import cluster  # only here: Ray need not be installed
 
     with cluster.connected(place) as told:
@@ -264,11 +266,16 @@ def writable(folder: Path) -> None:
 def _terminated() -> Iterator[None]:
     """SIGTERM ends the work as Ctrl-C does, with its own exit code."""
 
+    codes: list[int] = []
+
     def stop(number: int, frame: Any) -> None:
-        raise SystemExit(128 + number)
+        codes.append(128 + number)
+        raise SystemExit(codes[0])
 
     before = signal.signal(signal.SIGTERM, stop)
     try:
         yield
+    except SystemExit as e:
+        raise SystemExit(codes[0] if codes else e.code) from None  # raised while Ray waits, it comes with another code
     finally:
         signal.signal(signal.SIGTERM, before)

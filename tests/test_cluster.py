@@ -159,7 +159,9 @@ def descendants(pid: int) -> set[int]:
 
 
 def alive(pids: set[int]) -> list[str]:
-    told = subprocess.run(["ps", "-o", "pid=,stat=,args=", "-p", ",".join(map(str, pids))], capture_output=True, text=True)
+    told = subprocess.run(
+        ["ps", "-o", "pid=,stat=,args=", "-p", ",".join(map(str, pids))], capture_output=True, text=True
+    )
     return [line for line in told.stdout.splitlines() if line.split()[1][0] != "Z"]
 
 
@@ -173,7 +175,7 @@ def test_interrupts_have_their_codes_and_leave_nothing(number: int, code: int, t
     ]  # fmt: skip
     child = subprocess.Popen([*heard, *words, "--rounds", "500"], cwd=tmp_path, start_new_session=True, text=True,
                              stdout=subprocess.DEVNULL, stderr=subprocess.PIPE,
-                             env={**os.environ, "TMPDIR": str(tmp_path)})  # fmt: skip
+                             env={**os.environ, "TMPDIR": str(tmp_path), "RAY_TMPDIR": "/tmp"})  # fmt: skip
     deadline = time.monotonic() + 90
     while sum(map(len, runs(tmp_path / "results").values())) < 5 and time.monotonic() < deadline:
         time.sleep(0.02)
