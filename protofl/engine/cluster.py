@@ -28,9 +28,10 @@ from ray.util.scheduling_strategies import NodeAffinitySchedulingStrategy
 from .. import inputs, pool, registry, run
 from ..cells import Cell
 from ..clients import Clients, DictMemory, Worked
+from ..data.cache import cache_dir
 from ..errors import UserError
 from ..files import write_bytes
-from ..records import pack, unpack
+from ..records import checksum, pack, unpack
 from ..run import Prepared
 from ..tree import Tree
 from .desk import Change, Desk, Event, changed, stamps, write
@@ -197,8 +198,9 @@ def prepared(order: Order) -> Prepared:
             inputs.received[key] = ray.get(ref)
     for name, content in order.files.items():
         if name not in registry.received:
-            registry.received[name] = Path(tempfile.mkdtemp(prefix="protofl-")) / Path(name).name
-            write_bytes(registry.received[name], content)
+            path = cache_dir() / "methods" / checksum(content) / Path(name).name
+            write_bytes(path, content)
+            registry.received[name] = path
     ready = run.prepare(order.cell)
     if ready.digest != order.digest:
         raise UserError(
@@ -266,8 +268,11 @@ class Spread:
         if not ready:
             ready, _ = ray.wait(list(asked))
         for ref in ready:
-            got(ref)
-        self.owners = [asked[ref] for ref in ready]
+            with contextlib.suppress(RayActorError):  # its node died meanwhile
+                got(ref)
+                self.owners.append(asked[ref])
+        if not self.owners:
+            raise RayActorError
 
     def work(
         self, clients: Clients, hook: str, t: int, groups: list[list[int]], shared: Tree,
