@@ -18,6 +18,7 @@ from rich.table import Table
 from . import records, run
 from .cells import Cell
 from .engine import workers
+from .engine.place import Place
 from .errors import UserError, failure
 from .progress import Display, duration
 from .protocol import digest
@@ -59,11 +60,14 @@ class Planned:
         return self.left * (ready.method.cost * train + tested * len(ready.data.y_test) * macs / RATE / p.eval_every)
 
 
-def plan(cells: Sequence[Cell], results: Path) -> list[Planned]:
-    """Check every cell and look what the store has of it. Cells that are the same run are planned once."""
+def plan(cells: Sequence[Cell], results: Path, here: bool = True) -> list[Planned]:
+    """Check every cell and look what the store has of it. Cells that are the same run are planned once.
+
+    here: whether they are to run on this machine.
+    """
     planned: dict[str, Planned] = {}
     for cell in cells:
-        ready = run.prepare(cell)
+        ready = run.prepare(cell, here)
         folder = results / ready.folder
         store = records.RunFolder(folder)
         done = len([r for r in store.rows() if r["round"] >= 0]) if folder.is_dir() else 0
@@ -170,8 +174,10 @@ class Outcome:
         return 1 if bad or self.failures else 0
 
 
-def bench(planned: Sequence[Planned], results: Path, count: int, console: Console) -> Outcome:
-    """Run what is not finished."""
+def bench(
+    planned: Sequence[Planned], results: Path, count: int, console: Console, place: Place | None = None
+) -> Outcome:
+    """Run what is not finished, in `count` processes or elsewhere."""
     todo = sorted((p for p in planned if not p.finished), key=lambda p: -p.seconds())
     outcome = Outcome(list(planned), {}, {})
     for p in planned:
@@ -180,8 +186,8 @@ def bench(planned: Sequence[Planned], results: Path, count: int, console: Consol
     _tell_reuse(planned, console)
     if not todo:
         return outcome
-    began = time.monotonic()
-    with Display(console, [(p.label, p.left) for p in todo]) as display, _terminated():
+    with _terminated(), _connected(place, console), Display(console, [(p.label, p.left) for p in todo]) as display:
+        began = time.monotonic()
 
         def ended(number: int, summary: Any, failure: tuple[str, str] | None) -> None:
             p = todo[number]
@@ -194,12 +200,31 @@ def bench(planned: Sequence[Planned], results: Path, count: int, console: Consol
 
         share = max(1, count // len(todo))  # more processes than runs: they share the clients of a round
         orders = [Order(p.ready.cell, str(results), share) for p in todo]
-        if min(count, len(todo)) == 1:
+        if place is not None:
+            from .engine import cluster
+
+            cluster.run_all([p.ready for p in todo], results, place, display.show, ended)
+        elif min(count, len(todo)) == 1:
             _in_this_process(orders, display.show, ended)
         else:
             workers.run(orders, play, count, display.show, ended)
     console.print(f"{len(todo)} runs in {duration(time.monotonic() - began)}", highlight=False)
     return outcome
+
+
+@contextmanager
+def _connected(place: Place | None, console: Console) -> Iterator[None]:
+    """The cluster, if one is asked for, for as long as there is work."""
+    if place is None:
+        yield
+        return
+    place.settle()
+
+    from .engine import cluster  # only here: Ray need not be installed
+
+    with cluster.connected(place) as told:
+        console.print(told, highlight=False)
+        yield
 
 
 def _in_this_process(
@@ -236,11 +261,16 @@ def writable(what: str, folder: Path) -> None:
 def _terminated() -> Iterator[None]:
     """SIGTERM ends the work as Ctrl-C does, with its own exit code."""
 
+    codes: list[int] = []
+
     def stop(number: int, frame: Any) -> None:
-        raise SystemExit(128 + number)
+        codes.append(128 + number)
+        raise SystemExit(codes[0])
 
     before = signal.signal(signal.SIGTERM, stop)
     try:
         yield
+    except SystemExit as e:
+        raise SystemExit(codes[0] if codes else e.code) from None  # raised while Ray waits, it comes with another code
     finally:
         signal.signal(signal.SIGTERM, before)

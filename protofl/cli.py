@@ -105,6 +105,15 @@ def bench(
     workers: Annotated[
         str, typer.Option(help="Processes, one thread each, over runs, then over the clients of a round; auto: one a core.")
     ] = "auto",
+    engine: Annotated[
+        Text, typer.Option(help="loop, batched or auto: how clients are computed; ray: the runs on a cluster of Ray "
+                                "(pip install 'protofl\\[ray]'); default: auto.")
+    ] = None,
+    address: Annotated[
+        Text, typer.Option(help="Of Ray: auto or IP:PORT of a cluster that this machine is a node of; default: "
+                                "$RAY_ADDRESS, or this machine alone.")
+    ] = None,
+    gpus_per_run: Annotated[Text, typer.Option(help="With Ray and cuda: a run's share of a GPU; default: 1.")] = None,
     results: Results = Path("results"),
     report: Annotated[bool, typer.Option("--report/--no-report", help="Write a report at the end.")] = True,
     reports: Annotated[Path, typer.Option(help="Where reports are written.")] = Path("reports"),
@@ -156,7 +165,7 @@ def sweep(
     _table(given, SWEEPS[name] if name else None, over or [])
 
 
-APART = ("set_", "suite", "scale", "workers", "results", "report", "reports", "dry_run")
+APART = ("set_", "suite", "scale", "workers", "address", "gpus_per_run", "results", "report", "reports", "dry_run")
 """Options of `bench` that are no settings of a run."""
 
 
@@ -165,7 +174,7 @@ def _table(given: dict[str, Any], named: Sweep | None = None, over: Sequence[str
     from . import inputs, suites
     from .experiment import Settings, cells
 
-    apart = {key: given.pop(key) for key in APART}
+    apart = _apart(given)
     read = suites.read(apart["suite"], apart["scale"]) if apart["suite"] is not None else None
     if apart["scale"] is not None and read is None:
         raise UserError("--scale is a scale of a suite: give --suite as well")
@@ -183,11 +192,11 @@ def _table(given: dict[str, Any], named: Sweep | None = None, over: Sequence[str
         asked += cells(settings)
     inputs.check(asked)
     count = _workers(apart["workers"])
-    _warm(asked, count, apart["dry_run"])
+    _warm(asked, 1 if apart["place"] else count, apart["dry_run"])
 
     from . import bench as tables  # from here on torch is needed, which takes seconds to import
 
-    planned = tables.plan(asked, apart["results"])
+    planned = tables.plan(asked, apart["results"], here=apart["place"] is None)
     for line in read.notes if read is not None else ():
         out.print(line, highlight=False, markup=False)
     out.print(tables.setting(planned), highlight=False, markup=False)
@@ -195,7 +204,7 @@ def _table(given: dict[str, Any], named: Sweep | None = None, over: Sequence[str
         out.print(tables.priced(planned, min(count, len(planned))))
         return None
     _places(apart)
-    outcome = tables.bench(planned, apart["results"], count, out)
+    outcome = tables.bench(planned, apart["results"], count, out, apart["place"])
     if read is not None:
         outcome.named(read.name, read.scale, read.title, read.notes)
     raise typer.Exit(_finish(outcome, apart))
@@ -208,6 +217,18 @@ def _places(apart: dict[str, Any]) -> None:
     writable("results", apart["results"])
     if apart["report"]:
         writable("reports", apart["reports"])
+
+
+def _apart(given: dict[str, Any]) -> dict[str, Any]:
+    """What is no setting of a run is taken out of the options; place: the cluster, if one is asked for."""
+    from .engine import place
+
+    apart = {key: given.pop(key) for key in APART}
+    most = None if apart["workers"] == "auto" else _workers(apart["workers"])
+    apart["place"] = place.asked(given["engine"], apart["address"], apart["gpus_per_run"], most)
+    if apart["place"] is not None:
+        given["engine"] = None  # where runs are computed, and not how
+    return apart
 
 
 def _warm(asked: Sequence[Any], count: int, dry_run: bool) -> None:
@@ -249,7 +270,7 @@ def _ablation(
     if apart["dry_run"]:
         out.print(tables.priced(planned, min(count, len(planned))))
         return
-    outcome = tables.bench(planned, apart["results"], count, out)
+    outcome = tables.bench(planned, apart["results"], count, out, apart["place"])
     outcome.ablation = ablation.document(studied, method)
     title = f"Open choices of {method}: {outcome.title}" if read is None else read.title
     outcome.named(
@@ -338,7 +359,7 @@ def ablate(
 
     if given["methods"] is not None:
         raise UserError("--methods: an ablation is of the one method that is named first")
-    apart = {key: given.pop(key) for key in APART}
+    apart = _apart(given)
     if apart["suite"] is not None or apart["scale"] is not None:
         raise UserError("--suite: `protofl suite run NAME` runs an ablation that is a suite")
     wanted = [c.strip() for c in (choices or "").split(",") if c.strip()]

@@ -51,6 +51,10 @@ class Clients:
         keeps = task.protocol.bn_buffers == "local"
         self.buffers = task.initial.only(task.net.buffers) if keeps else Tree()  # those that stay with their client
 
+    def samples(self, ids: list[int]) -> int:
+        """How many samples these clients hold."""
+        return sum(self.task.sizes[i] for i in ids)
+
     def own(self, client: RunClient, shared: Tree, kept: Tree | None) -> Tree:
         """The method's part of a client's memory."""
         if kept is not None:

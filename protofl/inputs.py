@@ -2,10 +2,13 @@
 
 from __future__ import annotations
 
+import dataclasses
 import functools
 from collections.abc import Iterable
 from pathlib import Path
 from typing import Any
+
+import numpy as np
 
 from .cells import Cell
 from .data import Data, Partition, load
@@ -14,16 +17,23 @@ from .data.partition import partition as make_split
 from .errors import UserError
 from .protocol import Protocol
 
+received: dict[tuple[Any, ...], Any] = {}
+"""Data sets and stored splits that were sent to this process, whose machine need not have them; see `needed`."""
+
 
 @functools.lru_cache(maxsize=4)
 def load_data(name: str, data_dir: str | None, order: str) -> Data:
     """A data set, once per process."""
+    if sent := received.get((name, data_dir, order)):
+        return sent  # type: ignore[no-any-return]
     return load(name, Path(data_dir) if data_dir else None, order)
 
 
 @functools.lru_cache(maxsize=64)
 def _split(data_key: tuple[str, str | None, str], fields: tuple[tuple[str, Any], ...], file: str) -> Partition:
     data = load_data(*data_key)
+    if sent := received.get((*data_key, file)):
+        return sent  # type: ignore[no-any-return]
     if file:
         return load_split(Path(file), data.y_train, len(data.classes))
     return make_split(data.y_train, classes=len(data.classes), **dict(fields))
@@ -47,6 +57,16 @@ def split(protocol: Protocol, data_dir: str | None) -> Partition:
         alpha_convention=p.alpha_convention,
     )  # fmt: skip
     return _split(key, tuple(fields.items()), "")
+
+
+def needed(cell: Cell) -> dict[tuple[Any, ...], Any]:
+    """What a process elsewhere has to have `received` for a cell. Maps of files become arrays."""
+    p = cell.protocol
+    key = (p.dataset, cell.data_dir, p.data_order)
+    data = load_data(*key)
+    plain = dataclasses.replace(data, x_train=np.asarray(data.x_train), x_test=np.asarray(data.x_test))
+    stored = {(*key, p.partition_file): split(p, cell.data_dir)} if p.partition == "file" else {}
+    return {key: plain, **stored}
 
 
 def check(cells: Iterable[Cell]) -> None:

@@ -58,8 +58,8 @@ class Pool:
         memory: Callable[[int], Tree | None],
     ) -> Iterator[tuple[list[int], list[Worked]]]:  # fmt: skip
         """Run a hook of the method for these crews, the largest first -> each crew as it is done."""
-        waiting = sorted(groups, key=lambda ids: -sum(clients.task.sizes[i] for i in ids))
-        told, packed = set[int](), pack(shared, {})
+        waiting = sorted(groups, key=clients.samples, reverse=True)
+        told, broadcast = set[int](), pack(shared, {})
         busy: dict[int, list[int]] = {}
 
         def give(number: int) -> None:
@@ -68,7 +68,7 @@ class Pool:
             if new:
                 self.workers.append(Worker(serve))
             kept = [None if (m := memory(i)) is None else pack(m, {}) for i in ids]
-            given = Order(self.cell if new else None, hook, t, ids, None if number in told else packed, kept)
+            given = Order(self.cell if new else None, hook, t, ids, None if number in told else broadcast, kept)
             try:
                 self.workers[number].give(number, given)
             except OSError:
@@ -85,16 +85,29 @@ class Pool:
                 ids = busy.pop(number)
                 if waiting:
                     give(number)
-                for part, v in done.seconds.items():
-                    clients.engine.seconds[part] += v
-                for kind, n in done.samples.items():
-                    clients.engine.samples[kind] += n
-                yield ids, [worked(unpack(one)[0]) for one in done.worked]
+                yield ids, taken(clients, done)
 
 
-def worked(told: Tree) -> Worked:
-    """What a process packed."""
-    return Worked(told.upload, told.shown, told.memory, told.terms)
+def crew(clients: Clients, hook: str, t: int, ids: list[int], shared: Tree, kept: list[Tree | None]) -> list[Worked]:
+    """In a process that works for another: run a hook of the method for a crew."""
+    clients.engine.reset()
+    return clients.work(getattr(clients.method, hook), t, ids, shared, kept)
+
+
+def packed(clients: Clients, worked: list[Worked]) -> Done:
+    """What goes back of a crew."""
+    told = [pack(Tree(upload=w.upload, shown=w.shown, memory=w.memory, terms=w.terms), {}) for w in worked]
+    return Done(told, dict(clients.engine.seconds), dict(clients.engine.samples))
+
+
+def taken(clients: Clients, done: Done) -> list[Worked]:
+    """What was packed of a crew; its seconds and samples are added to this process's own."""
+    for part, v in done.seconds.items():
+        clients.engine.seconds[part] += v
+    for kind, n in done.samples.items():
+        clients.engine.samples[kind] += n
+    told = [unpack(one)[0] for one in done.worked]
+    return [Worked(one.upload, one.shown, one.memory, one.terms) for one in told]
 
 
 def died(worker: Worker) -> RuntimeError:
@@ -138,11 +151,8 @@ def serve(order: Order, tell: Callable[[Any], None]) -> Done:
     if order.shared is not None:
         _open[1] = unpack(order.shared)[0]
     clients, shared = _open
-    clients.engine.reset()
     kept = [None if m is None else unpack(m)[0] for m in order.kept]
     try:
-        worked = clients.work(getattr(clients.method, order.hook), order.t, order.ids, shared, kept)
+        return packed(clients, crew(clients, order.hook, order.t, order.ids, shared, kept))
     except Diverged as e:
         return Done([], {}, {}, str(e))
-    packed = [pack(Tree(upload=w.upload, shown=w.shown, memory=w.memory, terms=w.terms), {}) for w in worked]
-    return Done(packed, dict(clients.engine.seconds), dict(clients.engine.samples))

@@ -49,6 +49,8 @@ class Display:
         if kind == "start":
             resumed = f", resumed after round {event['round']}" if event["round"] else ""
             self.line(f"{label}: started{resumed}")
+            if cell in self.bar:  # it is played again after its node died
+                self.bars.remove_task(self.bar.pop(cell))
             self.bar[cell] = self.bars.add_task(label, total=event["rounds"], completed=event["round"], said="")
             self.told[cell] = time.monotonic()
         elif kind == "round":

@@ -28,8 +28,7 @@ import platform
 import re
 import subprocess
 import sys
-import tempfile
-from collections.abc import Iterator, Mapping, Sequence
+from collections.abc import Mapping, Sequence
 from dataclasses import dataclass, field
 from importlib import metadata
 from pathlib import Path
@@ -37,57 +36,17 @@ from typing import Any
 
 import numpy as np
 import torch
-from filelock import FileLock, Timeout
 from safetensors.torch import load as load_tensors
 from safetensors.torch import save as save_tensors
 from torch import Tensor
 
-from .errors import UserError
+from .files import hold, lock, naming, read_json, write_bytes, write_json
 from .tree import Rows, Tree, nbytes
 
 STATE = re.compile(r"round-(\d{5,})-([0-9a-f]{16})\.safetensors")
 CLIENT = re.compile(r"c\d{5,}-r\d{5,}-[0-9a-f]{16}\.safetensors")
 CACHE = 64 * 2**20
 """Bytes of client memories that stay in RAM beside the files."""
-
-
-# ---- plain files ----------------------------------------------------------------------------------------------------
-
-
-def write_bytes(path: Path, content: bytes) -> None:
-    """Write to a temporary name, then rename: a reader sees the old file or the new one."""
-    path.parent.mkdir(parents=True, exist_ok=True)
-    handle, name = tempfile.mkstemp(dir=path.parent, prefix=".", suffix=".tmp")
-    try:
-        with _naming(path), os.fdopen(handle, "wb") as file:
-            file.write(content)
-        os.chmod(name, 0o644)
-        os.replace(name, path)
-    except BaseException:
-        Path(name).unlink(missing_ok=True)
-        raise
-
-
-@contextlib.contextmanager
-def _naming(path: Path) -> Iterator[None]:
-    """An error of writing says which file: the system names those that cannot be opened only."""
-    try:
-        yield
-    except OSError as e:
-        raise OSError(e.errno, e.strerror, str(path)) from e
-
-
-def write_json(path: Path, document: Any) -> None:
-    """Strict JSON, readable."""
-    write_bytes(path, (json.dumps(document, indent=1, allow_nan=False) + "\n").encode())
-
-
-def read_json(path: Path) -> Any:
-    """What `write_json` wrote; None if it is missing or damaged."""
-    try:
-        return json.loads(path.read_text("utf-8"))
-    except (OSError, ValueError):
-        return None
 
 
 # ---- trees as safetensors -------------------------------------------------------------------------------------------
@@ -223,7 +182,7 @@ class RunFolder:
     def __init__(self, path: Path) -> None:
         self.path = path
         self.used: dict[str, set[str]] = {}  # client files by the state that needs them
-        self.lock = FileLock(str(path / "lock"), timeout=0)
+        self.lock = lock(path)
 
     @property
     def done(self) -> bool:
@@ -232,13 +191,7 @@ class RunFolder:
 
     def open(self, document: Mapping[str, Any]) -> None:
         """Create the folder and take its lock."""
-        self.path.mkdir(parents=True, exist_ok=True)
-        try:
-            self.lock.acquire()
-        except Timeout:
-            raise UserError(
-                f"another process is at work on {self.path}: wait for it, or use another --results"
-            ) from None
+        hold(self.path, self.lock)
         if read_json(self.path / "protocol.json") != document:
             write_json(self.path / "protocol.json", document)
         write_json(self.path / "env.json", environment())
@@ -256,7 +209,7 @@ class RunFolder:
     def append(self, row: Mapping[str, Any]) -> None:
         """Add a row, flushed to the system."""
         path = self.path / "rounds.jsonl"
-        with _naming(path), open(path, "a", encoding="utf-8") as file:
+        with naming(path), open(path, "a", encoding="utf-8") as file:
             file.write(json.dumps(row, allow_nan=False) + "\n")
 
     def keep_rows_before(self, t: int) -> None:

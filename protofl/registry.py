@@ -29,6 +29,20 @@ ORDER = ("fedavg", "fedprox", "moon", "fedproc", "fednh", "fedcspc")
 """The default table: the papers' common baselines, then theirs."""
 
 
+received: dict[str, Path] = {}
+"""Method files that were sent to this process, whose machine need not have them: where they lie, by name."""
+
+
+def _file(name: str) -> Path:
+    """Where a method that is given as a file lies."""
+    return received.get(name, Path(name))
+
+
+def files(name: str) -> list[str]:
+    """What is given as a file of a method."""
+    return [part for part in [name, *name.split("+")[:1]] if is_path(part)][:1]
+
+
 @functools.cache
 def entry_points() -> dict[str, importlib.metadata.EntryPoint]:
     """Methods of other installed packages, by name."""
@@ -66,7 +80,7 @@ def is_path(name: str) -> bool:
 def known(name: str) -> str:
     """The name, if there is such a method; a file must exist."""
     if is_path(name):
-        if not Path(name).is_file():
+        if not _file(name).is_file():
             raise UserError(f"method file {name!r} does not exist")
     elif "+" in name:
         for part in name.split("+")[1:]:
@@ -95,7 +109,7 @@ def module(name: str) -> ModuleType:
         if name in entry_points() and importlib.util.find_spec(f"protofl.methods.{name}") is None:
             return importlib.import_module(entry_points()[name].module)
         return importlib.import_module(f"protofl.methods.{name}")
-    path = Path(name).resolve()
+    path = _file(name).resolve()
     unique = f"protofl_file_{hashlib.sha256(str(path).encode()).hexdigest()[:8]}_{path.stem}"
     if unique not in sys.modules:
         spec = importlib.util.spec_from_file_location(unique, path)
@@ -213,7 +227,7 @@ def _declared(path: Path, name: str) -> list[str] | None:
 
 def source_hash(name: str) -> str:
     """What a file's method hangs on besides its options: the file's content. Empty for the package's own."""
-    return hashlib.sha256(Path(name).read_bytes()).hexdigest()[:16] if is_path(name) else ""
+    return hashlib.sha256(_file(name).read_bytes()).hexdigest()[:16] if is_path(name) else ""
 
 
 @dataclasses.dataclass(frozen=True)

@@ -87,13 +87,16 @@ def pipeline(protocol: Protocol, data: Data) -> Pipeline:
     return Pipeline(protocol.augment, protocol.mean, protocol.std, data.scale, shape, DTYPES[protocol.precision])
 
 
-def prepare(cell: Cell) -> Prepared:
-    """Check a cell and find all that it hangs on; raises `UserError` before any work starts."""
+def prepare(cell: Cell, here: bool = True) -> Prepared:
+    """Check a cell and find all that it hangs on; raises `UserError` before any work starts.
+
+    here: whether it is to run on this machine, whose GPUs are then checked.
+    """
     p = cell.protocol
     data = load_data(p.dataset, cell.data_dir, p.data_order)
     net = network(p, data)
     pipeline(p, data)
-    _check_device(p.device)
+    _check_device(p.device, here)
     try:
         method = cell.method.build(p)
         adapted = method.adapt(p)
@@ -145,9 +148,11 @@ def prepare(cell: Cell) -> Prepared:
     return Prepared(cell, adapted, method, data, made, net, document)
 
 
-def _check_device(device: str) -> None:
+def _check_device(device: str, here: bool) -> None:
     if not re.fullmatch(r"cpu|cuda(:\d+)?", device):
         raise UserError(f"device {device!r} is not one of cpu, cuda, cuda:N")
+    if not here:
+        return
     if device != "cpu" and not torch.cuda.is_available():
         raise UserError(f"device {device!r}: torch finds no GPU on this machine; use --device cpu")
     if ":" in device and int(device.split(":")[1]) >= torch.cuda.device_count():
@@ -187,15 +192,16 @@ def _resident(x: np.ndarray) -> torch.Tensor:
 class Run:
     """A prepared cell at work in its folder.
 
-    processes: in how many the clients of a round are worked on; it moves no bit. On a GPU there is one.
+    processes: in how many the clients of a round are worked on; it moves no bit. On a GPU there is one. pool: where they
+    are worked on instead.
     """
 
-    def __init__(self, ready: Prepared, results: Path, processes: int = 1) -> None:
+    def __init__(self, ready: Prepared, results: Path, processes: int = 1, pool: Any = None) -> None:
         self.ready, self.folder = ready, records.RunFolder(results / ready.folder)
         self.protocol, self.method = ready.protocol, ready.method
         self.scored: Scored | None = None
         shared = processes > 1 and self.protocol.device == "cpu"
-        self.pool = Pool(ready.cell, processes) if shared else None
+        self.pool = Pool(ready.cell, processes) if pool is None and shared else pool
 
     def start(self) -> int:
         """Make the federation, from the newest whole state if there is one -> the next round."""
@@ -397,9 +403,9 @@ def prototype_rounds(protocol: Protocol) -> set[int]:
     return {last} if n == 1 else {round(i * last / (n - 1)) for i in range(n)}
 
 
-def play(ready: Prepared, results: Path, tell: Event, processes: int = 1) -> dict[str, Any]:
-    """Run or resume one cell -> its summary."""
-    run = Run(ready, results, processes)
+def play(ready: Prepared, results: Path, tell: Event, processes: int = 1, pool: Any = None) -> dict[str, Any]:
+    """Run or resume one cell -> its summary. processes, pool: as `Run` has them."""
+    run = Run(ready, results, processes, pool)
     try:
         return run.play(tell)
     finally:

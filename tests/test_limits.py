@@ -18,7 +18,7 @@ from rich.console import Console
 from test_cli import PROTOFL, protofl, runs
 from test_run import cell, played, rows
 
-from protofl import cli, records, run
+from protofl import cli, files, records, run
 from protofl.errors import UserError, failure
 from protofl.run import play, prepare
 
@@ -43,7 +43,7 @@ class FullDisk:
 
     def __init__(self, patch: pytest.MonkeyPatch, at: int) -> None:
         self.at, self.written = at, 0
-        whole, append = records.write_bytes, records.RunFolder.append
+        whole, append = files.write_bytes, records.RunFolder.append
 
         def write(path: Path, content: bytes) -> None:
             if self.full():
@@ -59,6 +59,7 @@ class FullDisk:
                 raise OSError(errno.ENOSPC, "No space left on device", str(folder.path / "rounds.jsonl"))
             append(folder, row)
 
+        patch.setattr(files, "write_bytes", write)
         patch.setattr(records, "write_bytes", write)
         patch.setattr(records.RunFolder, "append", add)
 

@@ -1,6 +1,7 @@
 """The command as a user runs it, timed from outside. Prints one JSON line.
 
 python benchmarks/speed/command.py four --workers 2   # four independent runs of digits, whole command but its start
+python benchmarks/speed/command.py twelve --engine ray  # twelve, from the start of the first to the end of the last
 python benchmarks/speed/command.py start              # from the command to its first round; `protofl --help`
 """
 
@@ -35,8 +36,9 @@ def when(told: list[tuple[float, str]], word: str) -> list[float]:
 
 def main() -> None:
     parser = argparse.ArgumentParser(description=__doc__)
-    parser.add_argument("what", choices=("four", "start", "help"))
+    parser.add_argument("what", choices=("four", "twelve", "start", "help"))
     parser.add_argument("--workers", default="1")
+    parser.add_argument("--engine", default="auto")
     parser.add_argument("--rounds", type=int, default=10)
     parser.add_argument("--data-dir", help="not used: digits ships with a dependency")
     asked = parser.parse_args()
@@ -54,12 +56,12 @@ def main() -> None:
                 "--methods",
                 "fedprox",
                 "--seeds",
-                "0,1,2,3",
+                ",".join(map(str, range({"four": 4, "twelve": 12}[asked.what]))),
                 "--rounds",
                 str(asked.rounds),
                 "--no-report",
             ]
-            told = lines([*words, "--workers", asked.workers], folder)
+            told = lines([*words, "--workers", asked.workers, "--engine", asked.engine], folder)
             seconds = when(told, "finished")[-1] - when(told, "started")[0]
     print(json.dumps({"seconds": [seconds], "round": [seconds], "samples": 0}))
 

@@ -5,6 +5,7 @@
     python benchmarks/speed/run.py engines W3                  # loop against batched
     python benchmarks/speed/run.py growth                      # 10 to 10,000 clients, 10 of them drawn a round
     python benchmarks/speed/run.py command                     # four runs on one and two workers; start-up
+    python benchmarks/speed/run.py ray                         # twelve runs through Ray against two workers
 
 Every variant is a process of its own; all variants run once, then all again, `--repeat` times. The table goes to standard
 output as Markdown, with the hardware and the versions. Close other programs before you run it.
@@ -30,8 +31,9 @@ WHAT = {
     "engines": "local training, a round",
     "growth": "whole round with all that is stored, evaluation apart; 10 clients of 100 samples, 5 epochs, mlp",
     "command": "the command from outside, digits",
+    "ray": "from the start of the first run to the end of the last, digits",
 }
-ROUNDS = {"floor": 2, "methods": 2, "engines": 2, "growth": 20, "command": 10}
+ROUNDS = {"floor": 2, "methods": 2, "engines": 2, "growth": 20, "command": 10, "ray": 12}
 METHODS = ("fedavg", "fedprox", "scaffold", "fednh", "fedproc", "fedcspc", "moon")
 
 
@@ -68,6 +70,10 @@ def variants(kind: str, workload: str) -> dict[str, Variant]:
             for m in GROWING
             for n in CLIENTS
         }
+    elif kind == "ray":
+        base = "twelve runs, --workers 2"
+        words = ["command.py", "twelve", "--workers", "2"]
+        made = {base: words, "twelve runs, --workers 2 --engine ray": [*words, "--engine", "ray"]}
     else:
         four = {f"four runs, --workers {n}": ["command.py", "four", "--workers", str(n)] for n in (1, 2)}
         return {

@@ -14,6 +14,7 @@ import threading
 from collections import deque
 from collections.abc import Callable, Iterator, Mapping, Sequence
 from contextlib import contextmanager
+from functools import partial
 from multiprocessing.connection import Connection, wait
 from types import ModuleType
 from typing import Any
@@ -75,10 +76,17 @@ def _serve(pipe: Connection, job: Work) -> None:
         item = pipe.recv()
         if item is None:
             return
-        try:
-            pipe.send(("done", job(item, lambda event: pipe.send(("event", event)))))
-        except Exception as e:
-            pipe.send(("failed", failure(e)))
+        pipe.send(attempt(partial(job, item, lambda event: pipe.send(("event", event)))))
+
+
+def attempt(job: Callable[[], Any], raised: tuple[type[Exception], ...] = ()) -> tuple[str, Any]:
+    """Do a job -> ("done", its result) or ("failed", (line, traceback)). raised: what is no failure of the job's."""
+    try:
+        return "done", job()
+    except raised:
+        raise
+    except Exception as e:
+        return "failed", failure(e)
 
 
 class Worker:
