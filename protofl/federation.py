@@ -9,6 +9,7 @@ from collections.abc import Callable, Iterator
 from dataclasses import dataclass, field, replace
 from typing import Any
 
+import torch
 from numpy.random import RandomState
 
 from . import rng
@@ -18,7 +19,7 @@ from .engine.base import located
 from .engine.loop import Loop
 from .handles import RunClient, RunServer, RunTask
 from .method import Exchange, Last, Method, Model
-from .tree import Tree, nbytes
+from .tree import Tree, nbytes, tensors
 
 
 @dataclass
@@ -165,6 +166,13 @@ class Federation:
             "up": sum(nbytes(without_buffers(u, hidden)) for u in uploads),
             "once": len(new) * nbytes(constants),
         }
+
+    def broken(self, played: Round) -> str:
+        """What is no longer finite after an exchange, in words; empty if all is."""
+        if played.lost:
+            return f"loss of client {played.lost[0]} is not finite"
+        finite = all(bool(torch.isfinite(v).all()) for v in tensors(self.shared) if v.is_floating_point())
+        return "" if finite else "weights are not finite"
 
     # -- what is evaluated ----------------------------------------------------------------------------------------
 

@@ -47,6 +47,8 @@ STATE = re.compile(r"round-(\d{5,})-([0-9a-f]{16})\.safetensors")
 CLIENT = re.compile(r"c\d{5,}-r\d{5,}-[0-9a-f]{16}\.safetensors")
 CACHE = 64 * 2**20
 """Bytes of client memories that stay in RAM beside the files."""
+TRIM = 10
+"""Rounds after which freed memory is handed back: a long run must not grow by what lies between blocks in use."""
 
 
 # ---- trees as safetensors -------------------------------------------------------------------------------------------
@@ -250,6 +252,8 @@ class RunFolder:
         write_bytes(self.path / "state" / name, content)
         self.used[name] = set(state.clients.values())
         self._tidy()
+        if state.round % TRIM == 0:
+            trim_heap()
 
     def _names(self) -> list[str]:
         """State files, newest first."""

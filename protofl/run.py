@@ -354,12 +354,9 @@ class Run:
                 "state_bytes": played.state_bytes, "seconds": played.seconds}  # fmt: skip
 
     def _check_finite(self, t: int, played: Round) -> None:
-        if played.lost or not all(
-            bool(torch.isfinite(v).all()) for v in tensors(self.federation.shared) if v.is_floating_point()
-        ):
-            who = f" (client {played.lost[0]})" if played.lost else ""
+        if broken := self.federation.broken(played):
             self.folder.append({"round": t, "diverged": True, **self._cost(played), "terms": _finite(played.terms)})
-            raise Diverged(f"loss or weights are not finite in round {t}{who}")
+            raise Diverged(f"{broken} in round {t}")
 
     def _save(self, done: int) -> None:
         fed = self.federation

@@ -311,7 +311,7 @@ def test_what_a_client_raises_is_told_with_its_place(what: str, line: str, tmp_p
 
 def test_weights_that_are_not_finite_end_the_run(tmp_path: Path) -> None:
     told = refusal(cell("fedavg", client_lr=1e20), tmp_path / "app", Exception, Grid)
-    assert "not finite in round 0 (client 0)" in told
+    assert "loss of client 0 is not finite in round 0" in told
 
 
 @pytest.mark.parametrize(

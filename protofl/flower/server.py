@@ -19,7 +19,7 @@ from ..evaluate import TestSet, accuracy, score
 from ..federation import Federation, Round
 from ..handles import RunTask
 from ..method import Diverged
-from ..tree import Tree, tensors
+from ..tree import Tree
 from . import settings
 from .client import Loader
 from .messages import HELLO, LOG, NEVER, WORK, content, record, tree
@@ -195,9 +195,8 @@ def _placed(app: settings.App, given: Any) -> tuple[Tensor, Tensor]:
 
 
 def _check_finite(fed: Federation, played: Round) -> None:
-    if played.lost or not all(bool(torch.isfinite(v).all()) for v in tensors(fed.shared) if v.is_floating_point()):
-        who = f" (client {played.lost[0]})" if played.lost else ""
-        raise Diverged(f"loss or weights are not finite in round {played.t}{who}")
+    if broken := fed.broken(played):
+        raise Diverged(f"{broken} in round {played.t}")
 
 
 def _row(fed: Federation, played: Round, tests: TestSet | None) -> dict[str, Any]:
