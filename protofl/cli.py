@@ -126,12 +126,15 @@ def bench(
     _table(locals())
 
 
-def options_of(other: Callable[..., None]) -> Callable[[Callable[..., None]], Callable[..., None]]:
-    """The decorated command has the options of another behind its own."""
+def options_of(
+    other: Callable[..., None], only: Sequence[str] | None = None
+) -> Callable[[Callable[..., None]], Callable[..., None]]:
+    """The decorated command has the options of another, or some of them, behind its own."""
 
     def decorate(command: Callable[..., None]) -> Callable[..., None]:
         own = [p for p in inspect.signature(command, eval_str=True).parameters.values() if p.kind != p.VAR_KEYWORD]
-        parameters = [*own, *inspect.signature(other, eval_str=True).parameters.values()]
+        others = inspect.signature(other, eval_str=True).parameters
+        parameters = [*own, *(p for name, p in others.items() if only is None or name in only)]
         command.__signature__ = inspect.Signature(parameters)  # type: ignore[attr-defined]
         command.__annotations__ = {p.name: p.annotation for p in parameters}
         return command
@@ -541,41 +544,30 @@ def eval_(run: Annotated[Path, typer.Argument(help="The folder of a run.")], dat
     raise typer.Exit(0 if told["stored"] == told["again"] else 1)
 
 
+EXPORTED = ("dataset", "data_dir", "beta", "partition", "partition_file", "clients", "participation", "rounds", "local_epochs",
+            "batch_size", "lr", "net", "preset", "set_", "device")  # fmt: skip
+"""Options of `bench` that an app has too."""
+
+
 @flower_app.command("export")
+@options_of(bench, EXPORTED)
 def flower_export(
     method: Annotated[str, typer.Argument(help="A method (see `protofl methods`), METHOD+PLUGIN, or a file ./NAME.py.")],
     to: Annotated[Path, typer.Option("--out", help="The folder of the app; it must be new or empty.", show_default=False)],
-    dataset: Annotated[
-        Text, typer.Option(help="What the app trains on until you put your loader in: as of `protofl bench`.")
-    ] = None,
-    data_dir: DataDir = None,
-    beta: Annotated[Text, typer.Option(help="Dirichlet concentration; " + SHARED)] = None,
-    partition: Annotated[Text, typer.Option(help="dir_class | dir_class_fednh | dir_client | iid | file; " + SHARED)] = None,
-    partition_file: Annotated[Text, typer.Option(help="A split saved by `protofl partition --save`.")] = None,
-    clients: Annotated[Text, typer.Option(help="Number of clients, one SuperNode each; " + SHARED)] = None,
-    participation: Annotated[Text, typer.Option(help="Share of the clients drawn per round, in (0, 1]; " + SHARED)] = None,
-    rounds: Annotated[Text, typer.Option(help="Communication rounds; " + SHARED)] = None,
-    local_epochs: Annotated[Text, typer.Option(help="Epochs of local training per round; " + SHARED)] = None,
-    batch_size: Annotated[Text, typer.Option(help="Samples per step; " + SHARED)] = None,
-    lr: Annotated[Text, typer.Option(help="The clients' learning rate; " + SHARED)] = None,
-    net: Annotated[Text, typer.Option(help="Network; " + SHARED)] = None,
     seed: Annotated[str, typer.Option(help="Run seed.")] = "0",
-    preset: Annotated[Text, typer.Option(help="A paper's setting; default: the data set chooses.")] = None,
-    device: Annotated[Text, typer.Option(help="cpu, cuda or cuda:N, on the server and on every node; default: cpu.")] = None,
-    set_: Annotated[
-        Optional[list[str]],  # noqa: UP045
-        typer.Option("--set", help="key=value for any protocol field, or method.option=value; repeatable.")
-    ] = None,
+    **given: Any,
 ) -> None:  # fmt: skip
-    """Write a Flower app that runs this method from this package, with your own data loader."""
-    given = dict(locals())
+    """Write a Flower app that runs this method from this package, with your own data loader.
+
+    Until the loader is yours, the app trains on the split that the options name, one SuperNode for each client.
+    """
     from . import flower, inputs
     from .experiment import Settings, cells
 
     flower.need()
-    method, to, set_, seeds = (given.pop(name) for name in ("method", "to", "set_", "seed"))
+    assignments = given.pop("set_")
     settings = Settings(methods=[method])
-    _take(settings, {**given, "seeds": seeds}, set_)
+    _take(settings, {**given, "seeds": seed}, assignments)
     asked = cells(settings)
     if len(asked) > 1:
         raise UserError("an app is one method in one setting: give one --beta and one --seed")
