@@ -272,7 +272,7 @@ def _claims(settings: Settings, row: Row, ready: run.Prepared, name: str) -> Ite
 
 def prove(sides: Sides, tell: Any = None) -> Proved:
     """Play both sides in float64 and compare what all models score after every round."""
-    run.single_threaded()
+    run.set_up_process()
     both = [_federation(cell) for cell in (sides.left, sides.right)]
     count = min(ROUNDS, *(fed.protocol.rounds for fed, _ in both))
     for fed, _ in both:

@@ -2,7 +2,7 @@
 
 from __future__ import annotations
 
-from collections.abc import Callable, Iterator
+from collections.abc import Callable
 from dataclasses import dataclass
 from typing import Any
 from typing import Protocol as Interface
@@ -96,7 +96,7 @@ class Clients:
         return Worked(upload, shown, memory, job.terms)
 
 
-def crews(ids: list[int], size: int) -> Iterator[list[int]]:
-    """Consecutive groups of at most `size` clients."""
-    for at in range(0, len(ids), size):
-        yield ids[at : at + size]
+def crews(ids: list[int], size: int) -> list[list[int]]:
+    """Consecutive groups of at most `size` clients, as few and as equal as can be."""
+    count = -(-len(ids) // size)
+    return [ids[k * len(ids) // count : (k + 1) * len(ids) // count] for k in range(count)]

@@ -16,7 +16,6 @@ from . import rng
 from .buffers import put_buffers, without_buffers
 from .clients import Clients, DictMemory, Memory, Worked, crews
 from .engine.base import located
-from .engine.loop import Loop
 from .handles import RunClient, RunServer, RunTask
 from .method import Exchange, Last, Method, Model
 from .tree import Tree, nbytes, tensors
@@ -144,13 +143,12 @@ class Federation:
     def _crews(self, program: Callable[..., Any], t: int, ids: list[int]) -> Iterator[tuple[list[int], list[Worked]]]:
         """The crews of an exchange as they are done."""
         hook = getattr(program, "__name__", "")
-        # In the loop every client is a crew of its own; in the batched engine the cut into crews moves last bits.
-        size = 1 if isinstance(self.clients.engine, Loop) else self.protocol.crew
-        shared_out = self.pool is not None and (self.pool.everything or len(ids) > size)
+        cut = crews(ids, self.clients.engine.crew)
+        shared_out = self.pool is not None and (self.pool.everything or len(cut) > 1)
         if shared_out and getattr(self.method, hook, None) == program:
-            yield from self.pool.work(self.clients, hook, t, list(crews(ids, size)), self.shared, self.memory.get)
+            yield from self.pool.work(self.clients, hook, t, cut, self.shared, self.memory.get)
             return
-        for crew in crews(ids, self.protocol.crew):
+        for crew in cut:
             kept = [self.memory.get(i) for i in crew]
             yield crew, self.clients.work(program, t, crew, self.shared, kept)
 
@@ -203,7 +201,7 @@ class Federation:
 
     def refreshed(self) -> Iterator[tuple[int, Model]]:
         """Every client receives the final state and runs its program once more, t = T; nothing of it is kept."""
-        for crew in crews(self.able(), self.protocol.crew):
+        for crew in crews(self.able(), self.clients.engine.crew):
             kept = [self.memory.get(i) for i in crew]
             jobs = self.clients.jobs(self.method.refresh, self.protocol.rounds, crew, self.shared, kept)
             yield from zip(crew, self.clients.engine.run(jobs))

@@ -147,7 +147,7 @@ def serve(order: Order, tell: Callable[[Any], None]) -> Done:
     if order.cell is not None:
         ready = run.prepare(order.cell)
         _open[:] = [Clients(ready.method, run.task(ready)[0]), Tree()]
-        run.single_threaded()
+        run.set_up_process()
     if order.shared is not None:
         _open[1] = unpack(order.shared)[0]
     clients, shared = _open

@@ -125,7 +125,8 @@ class Protocol:
     seed: int = number(0, 1, 2, low=0, high=2**32 - 1, why="the run seed", source="protocol 4.4")
     precision: str = choice("fp32", "fp64", why="fp64 for checks", source="protocol 4.1")
     engine: str = choice("auto", "loop", "batched", why="a fixed rule of network and device", source="project")
-    crew: int = number(16, low=1, why="clients per batched call; its size moves last bits", source="project")
+    crew: int = number(16, low=1, why="clients per batched call, 4 times as many of a net below 256 kB; moves last bits",
+                       source="project")  # fmt: skip
     device: str = value("cpu", why="cpu, cuda or cuda:N", source="project")
     # what is stored and what a table reports; moves no number of a run
     features: int = number(300, 0, low=0, why="test samples, and samples of each of two clients, whose features are stored "

@@ -18,7 +18,6 @@ damaged state is noticed and the one before it is used. Nothing is unpickled.
 from __future__ import annotations
 
 import contextlib
-import ctypes
 import functools
 import hashlib
 import io
@@ -27,7 +26,6 @@ import os
 import platform
 import re
 import subprocess
-import sys
 from collections.abc import Mapping, Sequence
 from dataclasses import dataclass, field
 from importlib import metadata
@@ -40,6 +38,7 @@ from safetensors.torch import load as load_tensors
 from safetensors.torch import save as save_tensors
 from torch import Tensor
 
+from . import heap
 from .files import hold, lock, naming, read_json, write_bytes, write_json
 from .tree import Rows, Tree, nbytes
 
@@ -151,17 +150,9 @@ class StoredMemory:
         if self.cached + size > CACHE:
             self.cache.clear()
             self.cached = 0
-            trim_heap()
+            heap.trim()
         self.cache[client] = memory
         self.cached += size
-
-
-def trim_heap() -> None:
-    """Hand freed memory back: glibc keeps it between blocks in use, a gigabyte when 500 models were read in turn."""
-    if sys.platform == "linux":
-        trim = getattr(ctypes.CDLL(None), "malloc_trim", None)  # not in other C libraries
-        if trim is not None:
-            trim(0)
 
 
 # ---- a run's folder -------------------------------------------------------------------------------------------------
@@ -253,7 +244,7 @@ class RunFolder:
         self.used[name] = set(state.clients.values())
         self._tidy()
         if state.round % TRIM == 0:
-            trim_heap()
+            heap.trim()
 
     def _names(self) -> list[str]:
         """State files, newest first."""

@@ -16,7 +16,7 @@ import numpy as np
 import torch
 from threadpoolctl import threadpool_limits
 
-from . import features, nets, records, registry
+from . import features, heap, nets, records, registry
 from . import protocol as protocols
 from .cells import Cell
 from .clients import DictMemory, Memory
@@ -159,8 +159,12 @@ def _check_device(device: str, here: bool) -> None:
         raise UserError(f"device {device!r}: this machine has {torch.cuda.device_count()} GPUs, numbered from 0")
 
 
-def single_threaded() -> None:
-    """One intra-op thread: sums hang on the number of threads; cores are filled with processes."""
+def set_up_process() -> None:
+    """What every process does before it trains.
+
+    One intra-op thread: sums hang on the number of threads; cores are filled with processes.
+    """
+    heap.keep()
     torch.set_num_threads(1)
     threadpool_limits(1)
     torch.backends.cuda.matmul.allow_tf32 = False
@@ -235,7 +239,7 @@ class Run:
 
     def play(self, tell: Event) -> dict[str, Any]:
         """Play the remaining rounds -> the summary."""
-        single_threaded()  # now that everything is loaded: a library that comes later brings its own threads
+        set_up_process()  # now that everything is loaded: a library that comes later brings its own threads
         t, fed, p = self.start(), self.federation, self.protocol
         records.reset_peak_memory()
         tell({"kind": "start", "round": max(t, 0), "rounds": p.rounds})
@@ -445,7 +449,7 @@ def _stored(path: Path, data_dir: str | None) -> Run:
         )
     run = Run(ready, path.parent)
     run.folder = records.RunFolder(path)
-    single_threaded()
+    set_up_process()
     made, run.test = task(ready)
     run.federation = Federation(ready.method, made)
     return run

@@ -32,7 +32,7 @@ from .experiment import Settings, cells
 from .federation import Round
 from .method import Bill, Diverged, Method, Rows, Tree
 from .protocol import Protocol
-from .run import single_threaded
+from .run import set_up_process
 from .tree import nbytes
 from .trials import (
     CLASSES,
@@ -480,7 +480,7 @@ def report(methods: list[str], assignments: Sequence[str], out: Console) -> int:
     asked = cells(settings)
     for cell in asked:
         registry.load(cell.method.name)
-    single_threaded()
+    set_up_process()
     kept = [_tried(cell, out) for cell in asked]
     return 0 if all(kept) else 1
 

@@ -31,7 +31,7 @@ METHODS = [*registry.names(), "moon+cspc"]
 
 @pytest.fixture(autouse=True)
 def one_thread() -> None:
-    run.single_threaded()
+    run.set_up_process()
 
 
 def stored(folder: Path) -> dict[int, Arrays]:

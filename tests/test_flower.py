@@ -70,7 +70,7 @@ def same(a: Tree, b: Tree) -> bool:
 @pytest.fixture(autouse=True)
 def as_in_an_app() -> None:
     """Messages know who sends them: Flower says so where it starts an app."""
-    run.single_threaded()
+    run.set_up_process()
     TaskIdentity.run_id, TaskIdentity.node_id, TaskIdentity.task_id = 1, 1, 1
 
 

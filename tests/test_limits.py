@@ -32,7 +32,7 @@ def wide(monkeypatch: pytest.MonkeyPatch) -> None:
 
 @pytest.fixture(autouse=True)
 def one_thread() -> None:
-    run.single_threaded()
+    run.set_up_process()
 
 
 # ---- a disk that is full ---------------------------------------------------------------------------------------------

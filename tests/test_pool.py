@@ -34,12 +34,12 @@ def everything(folder: Path) -> tuple[Any, ...]:
 @pytest.fixture(autouse=True)
 def one_thread() -> None:
     workers.warm(["protofl.bench"])
-    run.single_threaded()
+    run.set_up_process()
 
 
 @pytest.mark.parametrize(
     ("method", "fields"),
-    [("moon", {"optimizer_reset": "never"}), ("fedcspc", {}), ("fedproc", {"engine": "batched", "crew": 2})],
+    [("moon", {"optimizer_reset": "never"}), ("fedcspc", {}), ("fedproc", {"engine": "batched", "crew": 1})],
 )
 def test_more_processes_change_no_bit(method: str, fields: dict[str, Any], tmp_path: Path) -> None:
     asked = cell(method, **{**PLAIN, **fields})

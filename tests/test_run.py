@@ -48,7 +48,7 @@ def played(asked: Cell, results: Path) -> list[dict[str, Any]]:
 
 @pytest.fixture(autouse=True)
 def one_thread() -> None:
-    run.single_threaded()
+    run.set_up_process()
 
 
 # ---- the figures of protocol section 8 ------------------------------------------------------------------------------

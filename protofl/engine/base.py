@@ -80,10 +80,6 @@ class Plan:
     augment: Tensor | None = None
     noise: Tensor | None = None
 
-    def mask(self, dtype: torch.dtype) -> Tensor:
-        """[steps, B] 1 for real rows."""
-        return (torch.arange(self.rows.shape[1])[None] < torch.tensor(self.size)[:, None]).to(dtype)
-
 
 def plan(
     n: int,
@@ -159,7 +155,12 @@ def add(total: Any, new: Any) -> Any:
 
 
 class Engine:
-    """Drives client programs and answers their requests; knows no method."""
+    """Drives client programs and answers their requests; knows no method.
+
+    crew: how many clients are driven together.
+    """
+
+    crew = 1
 
     def __init__(self, task: RunTask) -> None:
         self.task, self.protocol, self.net = task, task.protocol, task.net
@@ -175,26 +176,21 @@ class Engine:
         for trained in passes:
             self.samples["trained" if trained else "forward"] += rows
 
-    def crews(self, jobs: list[Job]) -> list[list[Job]]:
-        """How jobs are cut into groups that run in lockstep."""
-        raise NotImplementedError
-
     def answer(self, jobs: list[Job]) -> list[Any]:
         """Answers to equal requests of a crew."""
         raise NotImplementedError
 
-    def run(self, jobs: list[Job]) -> list[Any]:
-        """Drive all programs to their ends -> what they returned, in the order of the jobs."""
-        for crew in self.crews(jobs):
-            waiting = [job for job in crew if self._advance(job)]
-            while waiting:
-                # Training waits until nobody asks for anything cheaper, so that all train together.
-                cheap = [j for j in waiting if not isinstance(j.request, Train)]
-                group = _alike(cheap or waiting)
-                answers = self._answer(group)
-                done = {id(job) for job, a in zip(group, answers) if not self._advance(job, a)}
-                waiting = [j for j in waiting if id(j) not in done]
-        return [job.result for job in jobs]
+    def run(self, crew: list[Job]) -> list[Any]:
+        """Drive the programs of a crew to their ends, in lockstep -> what they returned, in the order of the jobs."""
+        waiting = [job for job in crew if self._advance(job)]
+        while waiting:
+            # Training waits until nobody asks for anything cheaper, so that all train together.
+            cheap = [j for j in waiting if not isinstance(j.request, Train)]
+            group = _alike(cheap or waiting)
+            answers = self._answer(group)
+            done = {id(job) for job, a in zip(group, answers) if not self._advance(job, a)}
+            waiting = [j for j in waiting if id(j) not in done]
+        return [job.result for job in crew]
 
     def finished(self, jobs: list[Job]) -> list[tuple[Tree, Tree, Tree]]:
         """The same for programs of an exchange -> upload, changes of own, what is shown to the evaluation alone."""

@@ -7,7 +7,7 @@ finished ones. Short batches are padded with rows that `mask` switches off.
 from __future__ import annotations
 
 from collections.abc import Callable, Iterator, Sequence
-from typing import Any
+from typing import TYPE_CHECKING, Any
 
 import torch
 import torch.nn.functional as F
@@ -17,8 +17,14 @@ from torch.nn.utils.rnn import pad_sequence
 from torch.utils import _pytree as pytree
 
 from ..method import Batch, Collect, Group, Survey, Train, View
-from ..tree import Tree, same
+from ..tree import Tree, nbytes, same
 from .base import Engine, Job, Plan, moving, split_loss, trains
+
+if TYPE_CHECKING:
+    from ..handles import RunTask
+
+LIGHT = 2**18
+"""Bytes of weights below which a step's calls cost more than its arithmetic: four times as many clients share them."""
 
 BatchCall = Callable[[Tree, Batch, int], tuple[Any, Tree]]
 """(w, batch, real rows of the live clients) -> what a function says, what the layers remember."""
@@ -35,13 +41,14 @@ class Crew:
 
         def stacked(parts: list[Tensor], per_row: bool) -> Tensor:
             """[steps, clients, (B,) ...], padded with 0."""
-            if per_row:
+            if per_row and any(t.shape[1] < wide for t in parts):
                 parts = [F.pad(t, (0, 0) * (t.dim() - 2) + (0, wide - t.shape[1])) for t in parts]
             return pad_sequence(parts).contiguous()
 
+        self.size = stacked([torch.tensor(p.size) for p in plans], False)  # real rows; 0: the client is done
+        self.mask = (torch.arange(wide) < self.size[:, :, None]).to(device, dtype)
         self.rows = stacked([p.rows for p in plans], True)
         self.index = stacked([job.client.index[p.rows] for job, p in zip(jobs, plans)], True)
-        self.mask = stacked([p.mask(dtype) for p in plans], True).to(device)
         self.epoch = stacked([torch.tensor(p.epoch, dtype=dtype) for p in plans], False).to(device)
         self.last_epoch = torch.tensor([p.epoch[-1] for p in plans], dtype=dtype, device=device)
         self.augment = self._numbers([p.augment for p in plans], stacked, True)
@@ -49,9 +56,9 @@ class Crew:
         self.noise = self._numbers([p.noise for p in plans], stacked, per_row)
         self.noise = None if self.noise is None else self.noise.to(device)
         self.noise_per_row = per_row
-        self.live_at = [sum(n > s for n in steps) for s in range(max(steps))]
-        self.wide_at = [max(p.size[s] for p in plans if len(p.size) > s) for s in range(max(steps))]
-        self.real = [torch.tensor([p.size[s] for p in plans if len(p.size) > s]) for s in range(max(steps))]
+        self.live_at = (self.size > 0).sum(1).tolist()
+        self.wide_at = self.size.amax(1).tolist()
+        self.real_at = self.size.sum(1).tolist()
         views = [engine.view(job, n, p.epoch[-1] + 1) for job, n, p in zip(jobs, steps, plans)]
         self.view_parts = StackedView(views)
         self.stacked = self.view_parts.stacked  # what differs between the live clients
@@ -128,12 +135,13 @@ def live_part(w: Tree, momenta: Tree, names: list[str], live: int) -> tuple[Tree
     return now, Tree({k: v[:live] for k, v in momenta.items()})
 
 
-def unstack(tree: Any, k: int) -> list[Any]:
-    """One tree per client, each with memory of its own."""
+def unstack(tree: Any, k: int, lasting: bool = True) -> list[Any]:
+    """One tree per client, each with memory of its own where it is lasting."""
     leaves, spec = pytree.tree_flatten(tree)
     if not leaves:
         return [tree] * k
-    return [pytree.tree_unflatten([v.clone() for v in values], spec) for values in zip(*[t.unbind(0) for t in leaves])]
+    parts = zip(*[t.unbind(0) for t in leaves])
+    return [pytree.tree_unflatten([v.clone() for v in values] if lasting else list(values), spec) for values in parts]
 
 
 def column(values: Tensor, like: Tensor) -> Tensor:
@@ -144,9 +152,9 @@ def column(values: Tensor, like: Tensor) -> Tensor:
 class Batched(Engine):
     """vmap over the clients of a crew."""
 
-    def crews(self, jobs: list[Job]) -> list[list[Job]]:
-        size = self.protocol.crew
-        return [jobs[i : i + size] for i in range(0, len(jobs), size)]
+    def __init__(self, task: RunTask) -> None:
+        super().__init__(task)
+        self.crew = self.protocol.crew * (4 if nbytes(task.initial) < LIGHT else 1)
 
     def answer(self, jobs: list[Job]) -> list[Any]:
         by_type: dict[type, Callable[[list[Job]], list[Any]]] = {
@@ -237,7 +245,7 @@ class Batched(Engine):
                 now, moved = live_part(w, momenta, names, live)
             with torch.no_grad():
                 b = self.batch(crew, s, live, full)
-                real = int(crew.real[s].sum())
+                real = crew.real_at[s]
                 if frozen and full is None:
                     b = b._replace(frozen=frozen(now, b, real)[0])
                 if r.tally:
@@ -252,7 +260,8 @@ class Batched(Engine):
                     self.step(r, groups, now, Tree(zip(names, grads)), moved, crew)
                 for k, v in updates.items():
                     now[k].copy_(v)
-        for job, out, kept, own_terms in zip(jobs, plans, unstack(momenta, len(jobs)), unstack(terms, len(jobs))):
+        left = unstack(momenta, len(jobs), self.protocol.optimizer_reset == "never")
+        for job, out, kept, own_terms in zip(jobs, plans, left, unstack(terms, len(jobs))):
             self.keep_momenta(job, kept)
             job.terms = job.terms | (own_terms / len(out.size) if r.recorded else Tree())
         weights = unstack(w, len(jobs))
@@ -268,7 +277,7 @@ class Batched(Engine):
         )
         if not counts.any():
             return sums
-        said = self.lift(r.tally, "train_frozen", crew)(w, b, int(crew.real[s][counts.cpu()].sum()))[0]  # type: ignore[arg-type]
+        said = self.lift(r.tally, "train_frozen", crew)(w, b, int(crew.size[s, : len(counts)][counts.cpu()].sum()))[0]  # type: ignore[arg-type]
         return self.gather(sums, said, counts, len(crew.jobs))
 
     def gather(self, total: Any, new: Any, counts: Tensor | None, k: int) -> Any:
@@ -337,7 +346,7 @@ class Batched(Engine):
                 crew.narrow(live)
             b = self.batch(crew, s, live)
             now = Tree({k: v[:live] for k, v in crew.w.items()})
-            out, updates = fn(now, b, int(crew.real[s].sum()))
+            out, updates = fn(now, b, crew.real_at[s])
             for k, v in updates.items():
                 now[k].copy_(v)
             yield crew, s, b, out

@@ -230,7 +230,7 @@ class Owner:
         self.clients = Clients(ready.method, run.task(ready)[0])
         self.memory, self.shared = DictMemory(), Tree()
         self.told: list[Any] = []
-        run.single_threaded()
+        run.set_up_process()
 
     def work(self, hook: str, t: int, ids: list[int], told: list[Any], kept: Mapping[int, bytes | None]) -> pool.Done:
         """Run a hook of the method for a crew.

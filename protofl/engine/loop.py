@@ -17,9 +17,6 @@ from .base import READ, Engine, Job, Plan, add, moving, split_loss, trains
 class Loop(Engine):
     """Plain PyTorch, one step at a time."""
 
-    def crews(self, jobs: list[Job]) -> list[list[Job]]:
-        return [[job] for job in jobs]
-
     def answer(self, jobs: list[Job]) -> list[Any]:
         (job,) = jobs
         by_type: dict[type, Callable[[Job], Any]] = {

@@ -43,7 +43,7 @@ def hello(context: Any, train: Loader, folder: Path) -> Any:
 
 def work(given: Any, context: Any, train: Loader, folder: Path) -> Any:
     """One client's part of an exchange."""
-    run.single_threaded()  # sums hang on the number of threads
+    run.set_up_process()  # sums hang on the number of threads
     order, i = given["order"], client(context)
     app = settings.read(context.run_config, folder)
     x, y = settings.checked(app, train(context), "train() in data.py")

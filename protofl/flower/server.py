@@ -164,7 +164,7 @@ def task_of(app: settings.App, counts: list[list[int]]) -> RunTask:
 
 def play(grid: Any, context: Any, test: Loader, folder: Path) -> Federation:
     """All rounds of an app -> the federation; the server's state lies in the file `out` after every round."""
-    run.single_threaded()
+    run.set_up_process()
     app, config = settings.read(context.run_config, folder), context.run_config
     given = test(context)
     tests = None if given is None else TestSet(*_placed(app, given), app.pipeline, app.net.classes)

@@ -374,7 +374,7 @@ def test_engines_agree() -> None:
     cases: list[tuple[dict[str, Any], dict[str, Any]]] = [
         ({}, {"drop_last": True}),
         ({"anchor": "local_trained", "personal_epochs": 3}, {"augment": False, "bn_buffers": "local"}),
-        ({"personal_momentum": 0.9, "personal_weight_decay": 1e-2, "clip_prox": True}, {"crew": 2}),
+        ({"personal_momentum": 0.9, "personal_weight_decay": 1e-2, "clip_prox": True}, {"crew": 1}),
         ({"interleave": True, "personal_momentum": 0.9, "clip_prox": True}, {"optimizer_reset": "per_round"}),
         ({"interleave": True}, {"optimizer_reset": "never", "bn_buffers": "local"}),
     ]

@@ -290,7 +290,7 @@ def test_engines_agree() -> None:
     cases: list[tuple[dict[str, Any], dict[str, Any]]] = [
         ({}, {"drop_last": True, "grad_clip_norm": 0.5}),
         ({"finetune_start": "stale_local", "finetune_part": "head"}, {"bn_buffers": "local"}),
-        ({"finetune_part": "body", "finetune_lr": "initial"}, {"crew": 3}),
+        ({"finetune_part": "body", "finetune_lr": "initial"}, {"crew": 1}),
         ({"head_init": "orthogonal", "finetune_epochs": 0}, {"augment": False, "server_lr": 0.5}),
     ]
     for options, kw in cases:
