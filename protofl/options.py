@@ -75,11 +75,11 @@ def value(default: Any, *, readings: tuple[Any, ...] = (), why: str = "", source
 
 
 def text(v: Any) -> str:
-    """A value as it is written on the command line."""
+    """A value as it is written on the command line; an empty list is `none`."""
     if isinstance(v, bool):
         return "true" if v else "false"
     if isinstance(v, tuple | list):
-        return ",".join(text(one) for one in v)
+        return ",".join(text(one) for one in v) or "none"
     return f"{v:g}" if isinstance(v, float) and float(f"{v:g}") == v else str(v)
 
 
@@ -114,7 +114,8 @@ def convert(field: dataclasses.Field[Any], raw: Any, label: str) -> Any:
     """One text or value -> a legal value of the field, or a `UserError` that says what would be right."""
     o, default = option(field), field.default
     if isinstance(default, tuple):
-        items = raw.split(",") if isinstance(raw, str) else raw if isinstance(raw, tuple | list) else [raw]
+        given = () if raw == "none" else raw.split(",") if isinstance(raw, str) else raw
+        items = given if isinstance(given, tuple | list) else [given]
         items = [i.strip() if isinstance(i, str) else i for i in items if i != ""]
         try:
             made: Any = (

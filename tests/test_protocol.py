@@ -200,6 +200,12 @@ def test_beta_moves_no_digest_where_nothing_is_dirichlet() -> None:
         cells(settings(partition="iid", beta="0.1,0.5"))
 
 
+@pytest.mark.parametrize("name", ["augment", "mean", "std"])
+def test_none_is_an_empty_list(name: str) -> None:
+    assert protocol.coerce({name: "none"}) == {name: ()} == protocol.coerce({name: []})
+    assert options.text(()) == "none"
+
+
 def test_learning_rate_is_a_function_of_the_round() -> None:
     p = Protocol(client_lr=0.1, lr_decay_per_round=0.9)
     assert [p.learning_rate(t) for t in range(3)] == pytest.approx([0.1, 0.09, 0.081])

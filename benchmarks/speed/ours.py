@@ -24,12 +24,14 @@ def main() -> None:
     parser.add_argument("--processes", type=int, default=2)
     parser.add_argument("--rounds", type=int, default=3)
     parser.add_argument("--data-dir")
+    parser.add_argument("--set", nargs="*", default=[], help="field=value or method.option=value")
     asked = parser.parse_args()
     if asked.processes > 1:
         workers.warm(["protofl.bench"])
     cell = cells(
         WORKLOADS[asked.workload], asked.method, asked.data_dir,
         rounds=asked.rounds + 1, eval_every=asked.rounds + 1, engine=asked.engine,
+        **dict(one.split("=", 1) for one in asked.set),
     )  # fmt: skip
     with tempfile.TemporaryDirectory() as folder:
         ready = run.prepare(cell)

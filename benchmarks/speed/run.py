@@ -34,8 +34,12 @@ WHAT = {
     "ray": "from the start of the first run to the end of the last, digits",
 }
 ROUNDS = {"floor": 2, "methods": 2, "engines": 2, "growth": 20, "command": 10, "ray": 12}
-METHODS = ("fedavg", "fedprox", "scaffold", "fednh", "fedproc", "fedcspc", "moon")
-
+PLAIN = "augment=none"
+METHODS = (
+    ["fedavg"], ["fedprox"], ["scaffold"], ["fednh"], ["fedproc"], ["moon"], ["fedavg", PLAIN], ["moon", PLAIN],
+    ["fedcspc"], ["fedcspc", "fedcspc.local_reg=P", "fedcspc.calib_epochs=0"],
+)  # fmt: skip
+"""Compared with FedAvg of the same augmentation."""
 
 GROWING = ("fedavg", "fedproc", "moon", "scaffold")
 CLIENTS = (100, 10, 1000, 10000)
@@ -60,7 +64,8 @@ def variants(kind: str, workload: str) -> dict[str, Variant]:
             "protofl, one process": ["ours.py", workload, "--processes", "1"],
         }
     elif kind == "methods":
-        base, made = "fedavg", {name: ["ours.py", workload, "--method", name] for name in METHODS}
+        made = {" ".join(words): ["ours.py", workload, "--method", words[0], "--set", *words[1:]] for words in METHODS}
+        return {name: Variant(words, "fedavg " + PLAIN if PLAIN in name else "fedavg") for name, words in made.items()}
     elif kind == "engines":
         base = "loop"
         made = {name: ["ours.py", workload, "--engine", name, "--processes", "1"] for name in ("loop", "batched")}

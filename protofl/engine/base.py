@@ -276,10 +276,9 @@ class Engine:
         return View(job.shared, job.own, job.request.const, like(c.n), c.counts, like(steps), like(epochs),
                     c.lr, c.round, c.rounds)  # fmt: skip
 
-    def start_momenta(self, job: Job, names: Sequence[str], w: Tree) -> Tree:
-        """SGD's buffers: zero, or as the client, or the Train before, left them."""
-        kept = (job.momenta or Tree()) | (job.latest if job.request.optimizer == "same" else Tree())
-        return Tree({k: kept[k].clone() if k in kept else torch.zeros_like(w[k]) for k in names})
+    def kept_momenta(self, job: Job) -> Tree:
+        """SGD's buffers as the client, or the Train before, left them; those of others start at zero."""
+        return (job.momenta or Tree()) | (job.latest if job.request.optimizer == "same" else Tree())
 
     def keep_momenta(self, job: Job, momenta: Tree) -> None:
         """The buffers outlive the request; with optimizer_reset=never the program too."""

@@ -232,7 +232,7 @@ class Batched(Engine):
         w = own_copy([j.request.start for j in jobs])
         groups = moving(r.groups, list(self.net.trainable(w)))
         names = [n for _, mine in groups for n in mine]
-        momenta = own_copy([self.start_momenta(j, names, j.request.start) for j in jobs])
+        momenta = self.start_momenta(jobs, names, w)
         objective = self.lift(r.loss, r.mode, crew, trains(names, self.net))
         frozen = self.lift(lambda net, _, b, v: r.frozen(net, b, v), r.frozen_mode, crew) if r.frozen else None
         full = self.per_sample(crew, frozen, w) if frozen and r.frozen_mode == "eval" and crew.augment is None else None
@@ -266,6 +266,15 @@ class Batched(Engine):
             job.terms = job.terms | (own_terms / len(out.size) if r.recorded else Tree())
         weights = unstack(w, len(jobs))
         return list(zip(weights, unstack(sums, len(jobs)))) if r.tally else weights
+
+    def start_momenta(self, jobs: list[Job], names: list[str], w: Tree) -> Tree:
+        """SGD's buffers, stacked: zero, or as they were left."""
+        momenta = Tree({k: torch.zeros_like(w[k]) for k in names})
+        for i, job in enumerate(jobs):
+            for k, v in self.kept_momenta(job).items():
+                if k in momenta:
+                    momenta[k][i] = v
+        return momenta
 
     def tally(self, r: Train, crew: Crew, s: int, w: Tree, b: Batch, sums: Any) -> Any:
         """Add what is gathered on the way, of those clients for which this step counts."""

@@ -49,7 +49,8 @@ class Loop(Engine):
         names = [n for _, mine in groups for n in mine]
         moves = trains(names, self.net)
         w = r.start | {k: r.start[k].clone().requires_grad_() for k in names}
-        momenta = self.start_momenta(job, names, w)
+        kept = self.kept_momenta(job)
+        momenta = Tree({k: kept[k].clone() if k in kept else torch.zeros_like(w[k]) for k in names})
         full = self.frozen_features(job, view) if r.frozen and self.constant_features(r, plan) else None
         sums, terms = None, Tree()
         for s in range(len(plan.size)):
