@@ -437,10 +437,12 @@ class WatchedLoop(Loop):
     def __init__(self, task: RunTask, fault: Fault) -> None:
         super().__init__(task)
         self.fault = fault
-        self.first: dict[tuple[Any, ...], Any] = {}
+
+    def reset(self) -> None:
+        super().reset()
+        self.first: dict[tuple[Any, ...], Any] = {}  # the functions that the first client of an exchange asked for
 
     def finished(self, jobs: list[Job]) -> list[tuple[Tree, Tree, Tree]]:
-        self.first.clear()
         out = super().finished(jobs)
         for job, told in zip(jobs, out):
             for what, tree in zip(("the upload", "what it keeps", "what it shows"), told):
