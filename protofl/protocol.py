@@ -40,7 +40,9 @@ class Protocol:
         why="the same split for every layout of the files",
         source="protocol 1.1",
     )
-    augment: tuple[str, ...] = value((), why="what the setting's code does; none: images as they are", source="protocol 3")
+    augment: tuple[str, ...] = value(
+        (), why="what the setting's code does; none: images as they are", source="protocol 3"
+    )
     mean: tuple[float, ...] = value((0.0,), why="per channel, of x/scale; none: not normalised", source="protocol 3")
     std: tuple[float, ...] = value((1.0,), why="per channel, of x/scale", source="protocol 3")
     # split

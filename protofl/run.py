@@ -169,6 +169,7 @@ def set_up_process() -> None:
     threadpool_limits(1)
     torch.backends.cuda.matmul.allow_tf32 = False
     torch.backends.cudnn.allow_tf32 = False
+    torch.utils.deterministic.fill_uninitialized_memory = False  # type: ignore[attr-defined]  # a twentieth of a step
     torch.set_deterministic_debug_mode("warn")  # use_deterministic_algorithms would import a compiler, for seconds
 
 

@@ -10,6 +10,7 @@ import json
 import tempfile
 from pathlib import Path
 
+from without import PARTS, take_out
 from workloads import WORKLOADS, cells
 
 from protofl import records, run
@@ -25,7 +26,10 @@ def main() -> None:
     parser.add_argument("--rounds", type=int, default=3)
     parser.add_argument("--data-dir")
     parser.add_argument("--set", nargs="*", default=[], help="field=value or method.option=value")
+    parser.add_argument("--without", choices=PARTS)
     asked = parser.parse_args()
+    if asked.without:
+        take_out(asked.without)
     if asked.processes > 1:
         workers.warm(["protofl.bench"])
     cell = cells(

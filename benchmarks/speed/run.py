@@ -3,6 +3,7 @@
     python benchmarks/speed/run.py floor W1 --data-dir DIR     # local training against the bare loop
     python benchmarks/speed/run.py methods W1-10 --data-dir DIR  # each method's round against FedAvg's
     python benchmarks/speed/run.py engines W3                  # loop against batched
+    python benchmarks/speed/run.py parts --data-dir DIR        # with and without each optimisation
     python benchmarks/speed/run.py growth                      # 10 to 10,000 clients, 10 of them drawn a round
     python benchmarks/speed/run.py command                     # four runs on one and two workers; start-up
     python benchmarks/speed/run.py ray                         # twelve runs through Ray against two workers
@@ -24,16 +25,19 @@ from dataclasses import dataclass
 from pathlib import Path
 from typing import Any
 
+from without import PARTS
+
 HERE = Path(__file__).parent
 WHAT = {
     "floor": "local training, a round",
     "methods": "whole round, evaluation apart",
     "engines": "local training, a round",
+    "parts": "local training, a round, one process; the ratio is to the run without",
     "growth": "whole round with all that is stored, evaluation apart; 10 clients of 100 samples, 5 epochs, mlp",
     "command": "the command from outside, digits",
     "ray": "from the start of the first run to the end of the last, digits",
 }
-ROUNDS = {"floor": 2, "methods": 2, "engines": 2, "growth": 20, "command": 10, "ray": 12}
+ROUNDS = {"floor": 2, "methods": 2, "engines": 2, "parts": 2, "growth": 20, "command": 10, "ray": 12}
 PLAIN = "augment=none"
 METHODS = (
     ["fedavg"], ["fedprox"], ["scaffold"], ["fednh"], ["fedproc"], ["moon"], ["fedavg", PLAIN], ["moon", PLAIN],
@@ -69,6 +73,14 @@ def variants(kind: str, workload: str) -> dict[str, Variant]:
     elif kind == "engines":
         base = "loop"
         made = {name: ["ours.py", workload, "--engine", name, "--processes", "1"] for name in ("loop", "batched")}
+    elif kind == "parts":
+        found = {}
+        for name, part in PARTS.items():
+            words = ["ours.py", part.workload, "--processes", "1", *part.words]
+            base = f"{' '.join([part.workload, *part.words])} without: {name}"
+            found[base] = Variant([*words, "--without", name], base)
+            found[f"{part.workload} with: {name}"] = Variant(words, base)
+        return found
     elif kind == "growth":
         return {
             f"{m}, {n:,} clients": Variant(["growth.py", str(n), "--method", m], f"{m}, {CLIENTS[0]:,} clients")

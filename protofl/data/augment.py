@@ -59,6 +59,7 @@ class Pipeline:
         self.std = _per_channel("std", std, shape[2], dtype)
         if self.std is not None and not bool((self.std > 0).all()):
             raise UserError(f"std must be above 0 for every channel, not {list(std or ())}")
+        self.mean_image, self.std_image = (_over_image(v, shape) for v in (self.mean, self.std))
         self.reflect = "reflect_pad4" in names
         self.crop = any(name in CROPS for name in names)
         self.flip = "hflip" in names
@@ -109,19 +110,17 @@ class Pipeline:
         In memory the channels of a plain batch stay last, which makes convolutions a third faster on a CPU; with
         more leading axes the result is contiguous, as stacked convolutions want it.
         """
-        if x.dim() == 4:
-            out = torch.empty(x.shape, dtype=self.dtype, device=x.device).movedim(-1, -3)
-        else:
-            lead, (height, width, channels) = x.shape[:-3], self.shape
-            out = torch.empty((*lead, channels, height, width), dtype=self.dtype, device=x.device)
-        out.copy_(x.movedim(-1, -3))
+        last = x.dim() == 4
+        given = x if last else x.movedim(-1, -3)
+        out = torch.empty(given.shape, dtype=self.dtype, device=x.device).copy_(given)
+        mean, std = (self.mean_image, self.std_image) if last else (self.mean, self.std)
         if self.scale != 1:
             out.div_(self.scale)
-        if self.mean is not None:
-            out.sub_(self.mean.to(x.device))
-        if self.std is not None:
-            out.div_(self.std.to(x.device))
-        return out
+        if mean is not None:
+            out.sub_(mean.to(x.device))
+        if std is not None:
+            out.div_(std.to(x.device))
+        return out.movedim(-1, -3) if last else out
 
     def _windows(self, images: Tensor, offset: Tensor | None, flip: Tensor | None) -> Tensor:
         """Crop and flip by copying whole image rows, several times faster on a CPU than picking pixels.
@@ -245,3 +244,8 @@ def _per_channel(what: str, values: Sequence[float] | None, channels: int, dtype
     if not all(math.isfinite(value) for value in values):
         raise UserError(f"{what} must be finite numbers, not {list(values)}")
     return torch.tensor(list(values), dtype=dtype)[:, None, None]
+
+
+def _over_image(v: Tensor | None, shape: tuple[int, int, int]) -> Tensor | None:
+    """[H, W, C]: a number for every pixel, since loops over two or three channels are slow."""
+    return None if v is None else v.permute(1, 2, 0).expand(shape).contiguous()
