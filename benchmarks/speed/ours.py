@@ -8,6 +8,7 @@ from __future__ import annotations
 import argparse
 import json
 import tempfile
+import time
 from pathlib import Path
 
 from without import PARTS, take_out
@@ -37,16 +38,18 @@ def main() -> None:
         rounds=asked.rounds + 1, eval_every=asked.rounds + 1, engine=asked.engine,
         **dict(one.split("=", 1) for one in asked.set),
     )  # fmt: skip
+    at = []
     with tempfile.TemporaryDirectory() as folder:
         ready = run.prepare(cell)
-        run.play(ready, Path(folder), lambda event: None, asked.processes)
+        run.play(ready, Path(folder), lambda event: at.append(time.perf_counter()), asked.processes)
         rows = records.read_rows(Path(folder) / ready.folder / "rounds.jsonl")
     played = [r for r in rows if r["round"] > 0]  # round 0 starts the processes
     parts = ("train", "prototype", "aggregate")
     seconds = {part: [r["seconds"][part] for r in played] for part in parts}
     whole = [sum(r["seconds"][part] for part in parts) for r in played]
-    print(json.dumps({"seconds": seconds["train"], "round": whole, "samples": rows[-1]["samples"]["trained"],
-                      "peak_mb": max(r["memory_mb"] for r in played)}))  # fmt: skip
+    wall = [b - a - r["seconds"]["evaluate"] for a, b, r in zip(at[1:], at[2:], played)]  # with all that is stored
+    print(json.dumps({"seconds": seconds["train"], "round": whole, "wall": wall, "accuracy": rows[-1].get("gm"),
+                      "samples": rows[-1]["samples"]["trained"], "peak_mb": max(r["memory_mb"] for r in played)}))  # fmt: skip
 
 
 if __name__ == "__main__":

@@ -1,26 +1,33 @@
-"""What protofl's rounds cost against bare PyTorch, against FedAvg's, and by engine: ratios of medians, runs interleaved.
+"""What protofl's rounds cost against bare PyTorch, by engine and against other suites: ratios of medians, runs interleaved.
 
     python benchmarks/speed/run.py floor W1 --data-dir DIR     # local training against the bare loop
-    python benchmarks/speed/run.py methods W1-10 --data-dir DIR  # each method's round against FedAvg's
     python benchmarks/speed/run.py engines W3                  # loop against batched
     python benchmarks/speed/run.py parts --data-dir DIR        # with and without each optimisation
     python benchmarks/speed/run.py growth                      # 10 to 10,000 clients, 10 of them drawn a round
     python benchmarks/speed/run.py command                     # four runs on one and two workers; start-up
     python benchmarks/speed/run.py ray                         # twelve runs through Ray against two workers
+    python benchmarks/speed/run.py suites W1 --data-dir DIR --env pfl=ENV/bin/python  # other suites on the same work
 
 Every variant is a process of its own; all variants run once, then all again, `--repeat` times. The table goes to standard
 output as Markdown, with the hardware and the versions. Close other programs before you run it.
+
+`suites` times a round of FedAvg, local training and average, as each suite runs it (protofl's with all that it stores); accuracy
+is of the model after the last round. Each suite has an environment of its own, made with `suites/requirements-NAME.txt`;
+`--env NAME=PYTHON` names its interpreter, and a suite without one is left out.
 """
 
 from __future__ import annotations
 
 import argparse
 import json
+import os
 import platform
+import shutil
 import statistics
 import subprocess
 import sys
-from collections.abc import Mapping, Sequence
+import tempfile
+from collections.abc import Mapping
 from dataclasses import dataclass
 from pathlib import Path
 from typing import Any
@@ -30,31 +37,38 @@ from without import PARTS
 HERE = Path(__file__).parent
 WHAT = {
     "floor": "local training, a round",
-    "methods": "whole round, evaluation apart",
     "engines": "local training, a round",
     "parts": "local training, a round, one process; the ratio is to the run without",
     "growth": "whole round with all that is stored, evaluation apart; 10 clients of 100 samples, 5 epochs, mlp",
     "command": "the command from outside, digits",
     "ray": "from the start of the first run to the end of the last, digits",
+    "suites": "a round of FedAvg, evaluation apart",
 }
-ROUNDS = {"floor": 2, "methods": 2, "engines": 2, "parts": 2, "growth": 20, "command": 10, "ray": 12}
-PLAIN = "augment=none"
-METHODS = (
-    ["fedavg"], ["fedprox"], ["scaffold"], ["fednh"], ["fedproc"], ["moon"], ["fedavg", PLAIN], ["moon", PLAIN],
-    ["fedcspc"], ["fedcspc", "fedcspc.local_reg=P", "fedcspc.calib_epochs=0"],
-)  # fmt: skip
-"""Compared with FedAvg of the same augmentation."""
-
+ROUNDS = {"floor": 2, "engines": 2, "parts": 2, "growth": 20, "command": 10, "ray": 12, "suites": 3}
 GROWING = ("fedavg", "fedproc", "moon", "scaffold")
 CLIENTS = (100, 10, 1000, 10000)
+SUITES = {
+    "flower": {"Flower's simulation, two Ray actors": ["with_flower.py"]},
+    "blazefl": {
+        "BlazeFL, two threads": ["with_blazefl.py", "--workers", "threads"],
+        "BlazeFL, two processes": ["with_blazefl.py", "--workers", "processes"],
+    },
+    "pfl": {"pfl-research, two processes": ["with_pfl.py"]},
+    "fedlab": {
+        "FedLab, two client processes": ["with_fedlab.py"],
+        "FedLab, one process": ["with_fedlab.py", "--processes", "1"],
+    },
+}
+"""What a suite is timed with, by its name in `--env`: where it hangs on the work which of two ways is its best, both."""
 
 
 @dataclass(frozen=True)
 class Variant:
-    """What is run, and the variant that it is compared with."""
+    """What is run, and the variant that it is compared with. python: another suite's interpreter."""
 
     words: list[str]
     base: str
+    python: str | None = None
 
 
 def variants(kind: str, workload: str) -> dict[str, Variant]:
@@ -67,9 +81,6 @@ def variants(kind: str, workload: str) -> dict[str, Variant]:
             "protofl, two processes": ["ours.py", workload, "--processes", "2"],
             "protofl, one process": ["ours.py", workload, "--processes", "1"],
         }
-    elif kind == "methods":
-        made = {" ".join(words): ["ours.py", workload, "--method", words[0], "--set", *words[1:]] for words in METHODS}
-        return {name: Variant(words, "fedavg " + PLAIN if PLAIN in name else "fedavg") for name, words in made.items()}
     elif kind == "engines":
         base = "loop"
         made = {name: ["ours.py", workload, "--engine", name, "--processes", "1"] for name in ("loop", "batched")}
@@ -101,12 +112,41 @@ def variants(kind: str, workload: str) -> dict[str, Variant]:
     return {name: Variant(words, base) for name, words in made.items()}
 
 
-def once(words: Sequence[str], rounds: int, data_dir: str | None) -> Mapping[str, Any]:
+def others(workload: str, task: str, envs: Mapping[str, str]) -> dict[str, Variant]:
+    """The suites that have an interpreter, against the bare loop and protofl."""
+    base = "bare PyTorch, two processes of one thread"
+    made = {
+        base: Variant(["floor.py", workload], base),
+        "protofl, two processes": Variant(["ours.py", workload, "--processes", "2"], base),
+    }
+    for suite, python in envs.items():
+        for name, (script, *words) in SUITES[suite].items():
+            made[name] = Variant([f"suites/{script}", task, *words], base, python)
+    return made
+
+
+def interpreter(text: str) -> tuple[str, str]:
+    """NAME=PYTHON, checked."""
+    name, _, python = text.partition("=")
+    if name not in SUITES:
+        raise argparse.ArgumentTypeError(f"{text}: NAME is one of {', '.join(SUITES)}")
+    if shutil.which(python) is None:
+        raise argparse.ArgumentTypeError(f"{text}: no interpreter is there")
+    return name, python
+
+
+def once(variant: Variant, rounds: int, data_dir: str | None) -> Mapping[str, Any]:
     """One run of a variant -> what it prints."""
-    more = ["--rounds", str(rounds), *(["--data-dir", data_dir] if data_dir else [])]
-    told = subprocess.run(
-        [sys.executable, str(HERE / words[0]), *words[1:], *more], check=True, capture_output=True, text=True
-    )
+    words = [*variant.words[1:], "--rounds", str(rounds)]
+    environ = dict(os.environ)
+    if variant.python:
+        environ.pop("PYTHONPATH", None)  # is this environment's
+    elif data_dir:
+        words += ["--data-dir", data_dir]
+    command = [variant.python or sys.executable, str(HERE / variant.words[0]), *words]
+    told = subprocess.run(command, capture_output=True, text=True, env=environ)
+    if told.returncode:
+        raise SystemExit(f"{told.stderr}\n{' '.join(command)} ended with {told.returncode}")
     found: Mapping[str, Any] = json.loads(told.stdout.splitlines()[-1])
     return found
 
@@ -114,32 +154,50 @@ def once(words: Sequence[str], rounds: int, data_dir: str | None) -> Mapping[str
 def main() -> None:
     parser = argparse.ArgumentParser(description=__doc__, formatter_class=argparse.RawDescriptionHelpFormatter)
     parser.add_argument("kind", choices=sorted(WHAT))
-    parser.add_argument("workload", nargs="?", default="W3", help="W1, W1-10, W2, W3; for floor, methods, engines")
+    parser.add_argument("workload", nargs="?", default="W3", help="W1, W2, W3; for floor, methods, engines, suites")
     parser.add_argument("--repeat", type=int, default=3)
     parser.add_argument("--rounds", type=int)
     parser.add_argument("--data-dir")
+    parser.add_argument(
+        "--env", type=interpreter, action="append", default=[], metavar="NAME=PYTHON", help="for suites"
+    )
     asked = parser.parse_args()
-    asked_for = variants(asked.kind, asked.workload)
+    suites, envs = asked.kind == "suites", dict(asked.env)
     rounds = asked.rounds or ROUNDS[asked.kind]
-    told: dict[str, list[Mapping[str, Any]]] = {name: [] for name in asked_for}
-    for _ in range(asked.repeat):
-        for name, variant in asked_for.items():
-            told[name].append(once(variant.words, rounds, asked.data_dir))
-    key = "round" if asked.kind == "methods" else "seconds"
-    seconds = {name: [v for one in many for v in one[key]] for name, many in told.items()}
+    with tempfile.TemporaryDirectory() as folder:
+        if suites:
+            task = f"{folder}/task.npz"
+            words = [asked.workload, task, *(["--data-dir", asked.data_dir] if asked.data_dir else [])]
+            subprocess.run([sys.executable, str(HERE / "export.py"), *words], check=True)
+            asked_for = others(asked.workload, task, envs)
+        else:
+            asked_for = variants(asked.kind, asked.workload)
+        told: dict[str, list[Mapping[str, Any]]] = {name: [] for name in asked_for}
+        for _ in range(asked.repeat):
+            for name, variant in asked_for.items():
+                told[name].append(once(variant, rounds, asked.data_dir))
+    key = "wall" if suites else "seconds"
+    seconds = {name: [v for one in many for v in one.get(key, one["seconds"])] for name, many in told.items()}
     import torch
 
-    on = f"{asked.workload}, " if asked.kind in ("floor", "methods", "engines") else ""
+    on = f"{asked.workload}, " if asked.kind in ("floor", "engines", "suites") else ""
     print(f"{on}{WHAT[asked.kind]}: medians over {asked.repeat} runs of {rounds} rounds; Python "
           f"{platform.python_version()}, torch {torch.__version__}, {torch.backends.cpu.get_cpu_capability()}\n")  # fmt: skip
-    print("| variant | seconds | lowest | highest | samples/s | peak MB | ratio |")
-    print("|---|---:|---:|---:|---:|---:|---:|")
+    print(f"| variant | seconds | lowest | highest | samples/s | peak MB | ratio |{' accuracy |' if suites else ''}")
+    print(f"|---|---:|---:|---:|---:|---:|---:|{'---:|' if suites else ''}")
     for name, values in seconds.items():
-        median, base = statistics.median(values), statistics.median(seconds[asked_for[name].base])
-        speed = told[name][0]["samples"] / median
+        median, base, first = statistics.median(values), statistics.median(seconds[asked_for[name].base]), told[name][0]
+        speed = first["samples"] / median
         peak = max((one["peak_mb"] for one in told[name] if "peak_mb" in one), default=None)
         cells = [f"{median:.3f}", f"{min(values):.3f}", f"{max(values):.3f}", f"{speed:,.0f}" if speed else "-"]
-        print(f"| {name} | {' | '.join(cells)} | {'-' if peak is None else f'{peak:,.0f}'} | {median / base:.2f} |")
+        cells += ["-" if peak is None else f"{peak:,.0f}", f"{median / base:.2f}"]
+        if suites:
+            right = [one["accuracy"] for one in told[name] if "accuracy" in one]
+            cells.append(f"{statistics.mean(right):.1%}" if right else "-")
+        version = f" ({first['version']})" if "version" in first else ""
+        print(f"| {name}{version} | {' | '.join(cells)} |")
+    if suites and (missing := [name for name in SUITES if name not in envs]):
+        print(f"\nLeft out, for want of an --env: {', '.join(missing)}.")
 
 
 if __name__ == "__main__":
