@@ -165,11 +165,11 @@ def set_up_process() -> None:
     One intra-op thread: sums hang on the number of threads; cores are filled with processes.
     """
     heap.keep()
+    heap.leave_unfilled()
     torch.set_num_threads(1)
     threadpool_limits(1)
     torch.backends.cuda.matmul.allow_tf32 = False
     torch.backends.cudnn.allow_tf32 = False
-    torch.utils.deterministic.fill_uninitialized_memory = False  # type: ignore[attr-defined]  # a twentieth of a step
     torch.set_deterministic_debug_mode("warn")  # use_deterministic_algorithms would import a compiler, for seconds
 
 

@@ -42,16 +42,24 @@ class Subject:
         self.server = self.after.play(0).seconds["aggregate"]
         self.clients = Clients(self.after.method, run.task(ready())[0])
         self.base = f"fedavg {PLAIN}" if PLAIN in words else "fedavg"
+        self.worked: list[int] = []
         self.train: list[float] = []
         self.prototype: list[float] = []
 
     def work(self, client: int) -> None:
         """Round 1 of a client."""
+        self.worked.append(client)
         self.clients.engine.reset()
         kept = self.after.memory.get(client)
         self.clients.work(self.clients.method.local, 1, [client], self.after.shared, [kept])
         self.train.append(self.clients.engine.seconds["train"])
         self.prototype.append(self.clients.engine.seconds["prototype"])
+
+    def rounds(self) -> list[float]:
+        """Seconds of each client with its share, by samples, of the server's."""
+        sizes = self.clients.task.sizes
+        shares = [self.server * sizes[i] / sum(sizes) for i in self.worked]
+        return [a + b + c for a, b, c in zip(self.train, self.prototype, shares)]
 
 
 def main() -> None:
@@ -62,7 +70,6 @@ def main() -> None:
     asked = parser.parse_args()
     run.set_up_process()
     tried = [Subject(asked.workload, words, asked.data_dir) for words in METHODS]
-    drawn = WORKLOADS[asked.workload].drawn
     for client in range(asked.clients):
         turn = client % len(tried)
         for subject in tried[turn:] + tried[:turn]:
@@ -77,11 +84,7 @@ def main() -> None:
     for s in tried:
         base = by_name[s.base]
         step = statistics.median(a / b for a, b in zip(s.train, base.train))
-        passes = [a + b for a, b in zip(s.train, s.prototype)]
-        # the server's seconds are those of a round of `drawn` clients, a client's share of them is added to each
-        whole = statistics.median(
-            (a + s.server / drawn) / (b + base.server / drawn) for a, b in zip(passes, base.train)
-        )
+        whole = statistics.median(a / b for a, b in zip(s.rounds(), base.rounds()))
         print(f"| {s.name} | {statistics.mean(s.train):.2f} | {step:.2f} | {statistics.mean(s.prototype):.2f} "
               f"| {s.server:.2f} | {whole:.2f} |")  # fmt: skip
 

@@ -6,6 +6,8 @@ from dataclasses import dataclass
 from importlib import import_module
 from typing import Any
 
+import torch.nn.functional as F
+
 
 @dataclass(frozen=True)
 class Part:
@@ -21,7 +23,14 @@ PARTS = {
     "freed memory stays in the process": Part("W2", (), "protofl.heap:keep", lambda: None),
     "clients in lockstep": Part("W3", (), "protofl.engine.rule:TINY", ()),
     "64 clients in a call, not 16": Part("W3", (), "protofl.engine.batched:LIGHT", 0),
-    "floats made once where nothing is random": Part("W1", ("--set", "augment=none"), "protofl.handles:ONCE", 0),
+    "floats made once where nothing is random": Part("W3", (), "protofl.handles:ONCE", 0),
+    "fresh memory not filled with NaN": Part("W1", (), "protofl.heap:leave_unfilled", lambda: None),
+    "mean and deviation over whole images": Part(
+        "W1", (), "protofl.data.augment:_over_image", lambda v, shape: None if v is None else v.permute(1, 2, 0)
+    ),
+    "pooling without gradients by maxima of neighbours": Part(
+        "W1", ("--method", "moon"), "protofl.nets.small:halved", lambda x: F.max_pool2d(x, 2)
+    ),
     "features of frozen models once a round": Part(
         "W1", ("--method", "moon", "--set", "augment=none"),
         "protofl.engine.loop:Loop.constant_features", lambda engine, request, plan: False,
