@@ -9,7 +9,11 @@ import sys
 import pytest
 
 STEPS = """
+import ctypes
 import resource
+
+ctypes.CDLL(None).prctl(41, 1, 0, 0, 0)  # no large pages: one fault would stand for 512
+
 import torch
 from protofl import heap
 
