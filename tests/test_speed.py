@@ -89,6 +89,14 @@ def test_batches(common: Any) -> None:
     assert all(images.equal(x[labels]) for images, labels in seen)
 
 
+def test_every_optimisation_can_be_taken_out() -> None:
+    """Each of its places is in the source; a process of its own, since it is left without them."""
+    told = "from without import PARTS, take_out\nfor name in PARTS:\n    take_out(name)\nprint(len(PARTS))"
+    done = subprocess.run([sys.executable, "-c", told], cwd=SPEED, capture_output=True, text=True)
+    assert done.returncode == 0, done.stderr
+    assert int(done.stdout) > 0
+
+
 @pytest.mark.parametrize(
     ("env", "why"),
     [
