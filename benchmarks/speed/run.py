@@ -87,10 +87,10 @@ def variants(kind: str, workload: str) -> dict[str, Variant]:
     elif kind == "parts":
         found = {}
         for name, part in PARTS.items():
-            words = ["ours.py", part.workload, "--processes", "1", *part.words]
-            base = f"{' '.join([part.workload, *part.words])} without: {name}"
-            found[base] = Variant([*words, "--without", name], base)
-            found[f"{part.workload} with: {name}"] = Variant(words, base)
+            words, work = [part.workload, "--processes", "1", *part.words], " ".join([part.workload, *part.words])
+            base = f"{work} without: {name}"
+            found[base] = Variant(["ours.py", *words, "--without", name], base)
+            found[f"{work} with: {name}"] = Variant(["ours.py", *words], base)
         return found
     elif kind == "growth":
         return {
