@@ -92,7 +92,7 @@ def collect(fed: Federation, played: Round, test: TestSet) -> dict[str, Array]:
         found = _seen(task.net, model, lambda at: test.pipeline.test(test.x[at]), index, played.t, name)
         arrays |= {f"test{kind}:{name}": v for kind, v in found.items()}
     for i in clients:
-        own = np.sort(task.parts[i].numpy())
+        own = np.sort(task.parts[i].cpu().numpy())
         labels = task.y.cpu().numpy()[own]
         chosen = stratified(labels, most)
         arrays |= {f"train_index:{i}": own[chosen], f"train_labels:{i}": labels[chosen]}

@@ -16,7 +16,7 @@ from .engine.loop import Loop
 from .method import Client, Server, Task, Train
 from .nets import Net
 from .protocol import Protocol
-from .tree import Tree
+from .tree import Tree, placed
 
 DTYPES = {"fp32": torch.float32, "fp64": torch.float64}
 
@@ -36,14 +36,15 @@ class RunTask(Task):
         self, net: Net, x: Any, y: Tensor, parts: list[Tensor], protocol: Protocol, *,
         pipeline: Pipeline | None = None, initial: Tree | None = None,
     ) -> None:  # fmt: skip
-        self.net, self.parts, self.protocol, self.pipeline = net, parts, protocol, pipeline
+        self.net, self.protocol, self.pipeline = net, protocol, pipeline
         self.dtype, self.device = DTYPES[protocol.precision], torch.device(protocol.device)
-        self.x: Any = _to(x, self.device)
+        self.parts = [p.to(self.device) for p in parts]
+        self.x: Any = placed(x, self.device)
         self.y = y.to(self.device)
         self.classes, self.clients, self.rounds = net.classes, len(parts), protocol.rounds
         self.sizes = [len(p) for p in parts]
         self.initial = self._place(initial if initial is not None else initial_weights(net, protocol))
-        self.counts = [torch.bincount(self.y[p], minlength=self.classes) for p in parts]
+        self.counts = [torch.bincount(self.y[p], minlength=self.classes) for p in self.parts]
         self.draw = pipeline.draw if pipeline is not None and pipeline.width else None
         self.transform = pipeline  # what is left to do for a batch
         if pipeline is not None and self.draw is None and self.x.numel() <= ONCE:
@@ -65,9 +66,6 @@ class RunTask(Task):
 
     def rows(self, index: Tensor, drawn: Tensor | None) -> tuple[Any, Tensor]:
         """Samples at `index` [..., rows], augmented by the numbers drawn for them -> x [..., rows, C, H, W], y."""
-        if self.device.type != "cpu":
-            index = index.to(self.device)
-            drawn = None if drawn is None else drawn.to(self.device)
         if self.transform is not None:
             return self.transform.train(self.x[index], drawn), self.y[index]
         x = self.x.map(lambda v: v[index]) if isinstance(self.x, Tree) else self.x[index]
@@ -78,10 +76,6 @@ class RunTask(Task):
 
     def client_stream(self, method: str, tag: str, client: int, *axes: int) -> RandomState:
         return rng.private(method, tag, self.protocol.seed, -1, client, *axes)
-
-
-def _to(x: Any, device: torch.device) -> Any:
-    return x.map(lambda v: v.to(device)) if isinstance(x, Tree) else x.to(device)
 
 
 def initial_weights(net: Net, protocol: Protocol) -> Tree:
@@ -100,7 +94,7 @@ class RunClient(Client):
         p = task.protocol
         self.task, self.id, self.round, self.rounds = task, id, t, p.rounds
         self.index = task.parts[id]
-        self.n, self.y = len(self.index), task.y[self.index.to(task.device)]
+        self.n, self.y = len(self.index), task.y[self.index]
         self.counts = task.counts[id].to(task.dtype)
         self.batch_size, self.drop_last, self.epochs = (
             min(p.batch_size, max(self.n, 1)),

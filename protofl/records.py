@@ -40,7 +40,7 @@ from torch import Tensor
 
 from . import heap
 from .files import hold, lock, naming, read_json, write_bytes, write_json
-from .tree import Rows, Tree, nbytes
+from .tree import Rows, Tree, nbytes, placed
 
 STATE = re.compile(r"round-(\d{5,})-([0-9a-f]{16})\.safetensors")
 CLIENT = re.compile(r"c\d{5,}-r\d{5,}-[0-9a-f]{16}\.safetensors")
@@ -120,11 +120,12 @@ def read_checked(path: Path) -> bytes | None:
 
 @dataclass
 class StoredMemory:
-    """Memories of idle clients, one file each (see `federation.Memory`)."""
+    """Memories of idle clients, one file each (see `federation.Memory`), which are read onto a device."""
 
     folder: Path
     files: dict[int, str] = field(default_factory=dict)
     round: int = 0
+    device: torch.device | str = "cpu"
     cache: dict[int, Tree] = field(default_factory=dict)
     cached: int = 0
 
@@ -135,7 +136,7 @@ class StoredMemory:
             content = read_checked(self.folder / self.files[client])
             if content is None:
                 raise RuntimeError(f"the memory of client {client} in {self.folder} vanished or is damaged")
-            self._remember(client, unpack(content)[0])
+            self._remember(client, placed(unpack(content)[0], self.device))
         return self.cache[client]
 
     def put(self, client: int, memory: Tree) -> None:
@@ -227,9 +228,11 @@ class RunFolder:
 
     # -- state -------------------------------------------------------------------------------------------------------
 
-    def memory(self, files: Mapping[int, str] | None = None, round: int = 0) -> StoredMemory:
+    def memory(
+        self, files: Mapping[int, str] | None = None, round: int = 0, device: torch.device | str = "cpu"
+    ) -> StoredMemory:
         """The clients' memories as of a state."""
-        return StoredMemory(self.path / "state" / "clients", dict(files or {}), round)
+        return StoredMemory(self.path / "state" / "clients", dict(files or {}), round, device)
 
     def save_state(self, state: State) -> None:
         """Write the state after a round, then drop all but the last two."""

@@ -34,7 +34,7 @@ from .method import Diverged, Method, Model
 from .nets import Net
 from .pool import Pool
 from .protocol import NUMBERS, Protocol
-from .tree import Tree, tensors
+from .tree import Tree, placed, tensors
 
 UNDIGESTED = ("partition_file", "features", "report", "std_over", "std_ddof")
 """Fields that are recorded but move no number: a split is known by its content."""
@@ -177,7 +177,7 @@ def task(ready: Prepared, initial: Tree | None = None) -> tuple[RunTask, TestSet
     """Resident data, split and initial weights of a prepared cell."""
     p, data = ready.protocol, ready.data
     parts = [torch.from_numpy(np.array(i, dtype=np.int64)) for i in ready.split.indices]
-    transform = pipeline(p, data)
+    transform = pipeline(p, data).on(p.device)
     made = RunTask(ready.net, _resident(data.x_train), torch.from_numpy(np.asarray(data.y_train)), parts, p,
                    pipeline=transform, initial=initial)  # fmt: skip
     test = TestSet(_resident(data.x_test).to(p.device), torch.from_numpy(np.asarray(data.y_test)).to(p.device),
@@ -213,7 +213,7 @@ class Run:
         initial = initial_weights(self.ready.net, self.protocol)
         weights = nets.weights_hash(self.ready.net, initial)
         made, self.test = task(self.ready, initial)
-        self.memory = self.folder.memory()
+        self.memory = self.folder.memory(device=self.protocol.device)
         self.federation = Federation(self.method, made, self.memory, self.pool)
         document = self.ready.document
         document["network"]["w0"] = weights
@@ -234,9 +234,9 @@ class Run:
         """Put the federation where a state left it."""
         fed = self.federation
         place = fed.task.device
-        fed.shared, fed.private = _on(state.shared, place), _on(state.private, place)
+        fed.shared, fed.private = placed(state.shared, place), placed(state.private, place)
         fed.met = set(state.met)
-        self.memory = fed.memory = self.folder.memory(state.clients, state.round)
+        self.memory = fed.memory = self.folder.memory(state.clients, state.round, place)
 
     def play(self, tell: Event) -> dict[str, Any]:
         """Play the remaining rounds -> the summary."""
@@ -387,12 +387,6 @@ class Run:
     def _save_features(self, t: int, played: Round) -> None:
         if arrays := features.collect(self.federation, played, self.test):
             self.folder.save_arrays("features", t, arrays)
-
-
-def _on(tree: Tree, device: torch.device) -> Tree:
-    from torch.utils import _pytree as pytree
-
-    return pytree.tree_map(lambda v: v.to(device), tree)  # type: ignore[no-any-return]
 
 
 def _finite(terms: Mapping[str, float]) -> dict[str, float | None]:

@@ -102,6 +102,11 @@ def tensors(tree: Any) -> list[Tensor]:
     return [v for v in pytree.tree_leaves(tree) if isinstance(v, Tensor)]
 
 
+def placed(tree: Any, device: torch.device | str) -> Any:
+    """The same on a device."""
+    return pytree.tree_map(lambda v: v.to(device) if isinstance(v, Tensor) else v, tree)
+
+
 def stack(trees: list[Any]) -> Any:
     """Trees of equal shape, stacked along a new first axis."""
     return pytree.tree_map(lambda *v: torch.stack(v), *trees)

@@ -23,7 +23,8 @@ def toy(method: Any, *, engine: str = "loop", net: Net | None = None, augment: b
     pipeline = transform("hflip", "rotate15") if augment else transform()
     protocol = {**AWKWARD, **fields}
     made = build(method, **protocol) if isinstance(method, str) else method
-    return federation(made, net or ToyBN(), x, y, parts, engine=engine, augment=pipeline, **protocol)
+    there = pipeline.on(protocol.get("device", "cpu"))
+    return federation(made, net or ToyBN(), x, y, parts, engine=engine, augment=there, **protocol)
 
 
 def build(name: str, options: dict[str, Any] | None = None, **fields: Any) -> Any:
@@ -38,7 +39,7 @@ def everything(fed: Harnessed) -> list[Any]:
 
 def outputs(fed: Harnessed) -> list[dict[str, Any]]:
     """Scores of the global model, and of the personal models as trained."""
-    x = fed.task.pipeline.test(images()[0][:20])
+    x = fed.task.pipeline.test(images()[0][:20].to(fed.task.device))
     models = [fed.global_model(), *fed.personal().values()]
     return [fed.scores(m, x) for m in models if m is not None]
 

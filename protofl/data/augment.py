@@ -11,6 +11,7 @@ counter-clockwise about the centre, nearest pixel, black outside.
 
 from __future__ import annotations
 
+import copy
 import math
 from collections.abc import Sequence
 from itertools import pairwise
@@ -67,6 +68,14 @@ class Pipeline:
         self.width = 2 * self.crop + self.flip + self.rotate
         """How many random numbers a sample takes; 0 when nothing is random."""
 
+    def on(self, device: torch.device | str) -> Pipeline:
+        """The same for images on a device; as made, it is for the CPU."""
+        there = copy.copy(self)
+        for name in ("mean", "std", "mean_image", "std_image"):
+            value = getattr(self, name)
+            setattr(there, name, None if value is None else value.to(device))
+        return there
+
     def draw(self, stream: RandomState, n: int) -> Tensor | None:
         """The random numbers of one epoch over n samples: float64 [n, width], by place in the shuffled order.
 
@@ -117,9 +126,9 @@ class Pipeline:
         if self.scale != 1:
             out.div_(self.scale)
         if mean is not None:
-            out.sub_(mean.to(x.device))
+            out.sub_(mean)
         if std is not None:
-            out.div_(std.to(x.device))
+            out.div_(std)
         return out.movedim(-1, -3) if last else out
 
     def _windows(self, images: Tensor, offset: Tensor | None, flip: Tensor | None) -> Tensor:
@@ -141,12 +150,11 @@ class Pipeline:
         self._widen(images, padded[0])
         if copies == 2:
             padded[1] = padded[0].flip(2)
-        dy, dx = offset.to(images.device)
+        dy, dx = offset
         base = torch.arange(count, device=images.device) * height
         if flip is not None:
-            mirrored = flip.to(images.device)
-            dx = torch.where(mirrored, 2 * PAD - dx, dx)
-            base = base + mirrored * (count * height)
+            dx = torch.where(flip, 2 * PAD - dx, dx)
+            base = base + flip * (count * height)
         row, inside = self._unpad(torch.arange(height, device=images.device) + dy[:, None], height)
         start = (base[:, None] + row) * line + (dx * channels)[:, None]
         if inside is not None:
@@ -175,25 +183,25 @@ class Pipeline:
     def _pick(self, images: Tensor, offset: Tensor | None, flip: Tensor | None, angle: Tensor | None) -> Tensor:
         """Any of the transforms, by working out which pixel of the image each pixel of the result shows."""
         count, (height, width, channels) = len(images), self.shape
-        home = images.device if angle is None else angle.device
-        i, j = torch.arange(height, device=home)[:, None], torch.arange(width, device=home)[None, :]
+        device = images.device
+        i, j = torch.arange(height, device=device)[:, None], torch.arange(width, device=device)[None, :]
         inside: Tensor | None = None
         if angle is not None:
             i, j = _rotated(angle, height, width)
             inside = (i >= 0) & (i < height) & (j >= 0) & (j < width)
         if flip is not None:
-            j = torch.where(flip.to(home)[:, None, None], width - 1 - j, j)
+            j = torch.where(flip[:, None, None], width - 1 - j, j)
         if offset is not None:
-            dy, dx = offset.to(home)[:, :, None, None]
+            dy, dx = offset[:, :, None, None]
             i, in_rows = self._unpad(i + dy, height)
             j, in_columns = self._unpad(j + dx, width)
             if in_rows is not None and in_columns is not None:
                 within = in_rows & in_columns
                 inside = within if inside is None else inside & within
         i, j = i.clamp(0, height - 1), j.clamp(0, width - 1)
-        flat = (torch.arange(count, device=home)[:, None, None] * height + i) * width + j
-        picked = images.reshape(-1, channels).index_select(0, flat.flatten().to(images.device)).view(images.shape)
-        return picked if inside is None else picked * inside[..., None].to(images.device)
+        flat = (torch.arange(count, device=device)[:, None, None] * height + i) * width + j
+        picked = images.reshape(-1, channels).index_select(0, flat.flatten()).view(images.shape)
+        return picked if inside is None else picked * inside[..., None]
 
 
 def _rotated(angle: Tensor, height: int, width: int) -> tuple[Tensor, Tensor]:

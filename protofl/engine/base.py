@@ -71,7 +71,7 @@ class Plan:
     """The batches of one client: positions into its own data, padded with 0.
 
     rows [steps, B] long; size: real rows per step; epoch [steps]; augment [steps, B, a] or None; noise: per batch
-    [steps, ...], per row [steps, B, ...], or None.
+    [steps, ...], per row [steps, B, ...], or None. Where the clients' data are, so that no step has to send anything.
     """
 
     rows: Tensor
@@ -79,6 +79,11 @@ class Plan:
     epoch: list[int]
     augment: Tensor | None = None
     noise: Tensor | None = None
+
+    def on(self, device: torch.device) -> Plan:
+        """The same on a device."""
+        there: dict[str, Any] = {k: v.to(device) for k, v in vars(self).items() if isinstance(v, Tensor)}
+        return dataclasses.replace(self, **there)
 
 
 def plan(
@@ -259,7 +264,7 @@ class Engine:
             client.n, client.batch_size, r.epochs or client.epochs,
             stream=client.batches, shuffle=True, drop_last=client.drop_last, draw=self.task.draw,
             noise=r.noise, noise_stream=r.stream,
-        )  # fmt: skip
+        ).on(self.task.device)  # fmt: skip
 
     def reading_plan(self, client: RunClient, r: Survey | Collect) -> Plan:
         """The batches of a pass: in stored order; shuffled only where batches can be seen."""
@@ -268,7 +273,7 @@ class Engine:
         return plan(
             client.n, client.batch_size if seen else min(client.n, READ), 1,
             stream=r.stream, shuffle=seen, drop_last=r.drop_last, draw=draw,
-        )  # fmt: skip
+        ).on(self.task.device)  # fmt: skip
 
     def view(self, job: Job, steps: int, epochs: int) -> View:
         """What a function of a batch may know of this client and request."""

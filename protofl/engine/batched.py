@@ -49,12 +49,12 @@ class Crew:
         self.mask = (torch.arange(wide) < self.size[:, :, None]).to(device, dtype)
         self.rows = stacked([p.rows for p in plans], True)
         self.index = stacked([job.client.index[p.rows] for job, p in zip(jobs, plans)], True)
-        self.epoch = stacked([torch.tensor(p.epoch, dtype=dtype) for p in plans], False).to(device)
-        self.last_epoch = torch.tensor([p.epoch[-1] for p in plans], dtype=dtype, device=device)
+        epoch = stacked([torch.tensor(p.epoch, dtype=dtype) for p in plans], False)
+        self.in_last_epoch = epoch == torch.tensor([p.epoch[-1] for p in plans])
+        self.epoch, self.step = epoch.to(device), torch.arange(len(epoch), dtype=dtype).to(device)
         self.augment = self._numbers([p.augment for p in plans], stacked, True)
         per_row = bool(getattr(self.request, "noise", None) and self.request.noise.per == "row")
         self.noise = self._numbers([p.noise for p in plans], stacked, per_row)
-        self.noise = None if self.noise is None else self.noise.to(device)
         self.noise_per_row = per_row
         self.live_at = (self.size > 0).sum(1).tolist()
         self.wide_at = self.size.amax(1).tolist()
@@ -218,12 +218,13 @@ class Batched(Engine):
         x, y = self.task.rows(crew.index[s, :live, :wide], u)
         frozen = None
         if full is not None:
-            rows, who = crew.rows[s, :live, :wide], torch.arange(live)[:, None]
+            rows = crew.rows[s, :live, :wide]
+            who = torch.arange(live, device=rows.device)[:, None]
             frozen = pytree.tree_map(lambda v: v[who, rows], full)
         noise = crew.noise
         if noise is not None:
             noise = noise[s, :live, :wide] if crew.noise_per_row else noise[s, :live]
-        return Batch(x, y, crew.mask[s, :live, :wide], frozen, noise, crew.epoch[s, :live], self.task.scalar(s))
+        return Batch(x, y, crew.mask[s, :live, :wide], frozen, noise, crew.epoch[s, :live], crew.step[s])
 
     def train(self, jobs: list[Job]) -> list[Any]:
         r = jobs[0].request
@@ -278,16 +279,11 @@ class Batched(Engine):
 
     def tally(self, r: Train, crew: Crew, s: int, w: Tree, b: Batch, sums: Any) -> Any:
         """Add what is gathered on the way, of those clients for which this step counts."""
-        epoch = crew.epoch[s, : len(b.y)]
-        counts = (
-            torch.ones_like(epoch, dtype=torch.bool)
-            if r.tally_epochs == "all"
-            else epoch == crew.last_epoch[: len(b.y)]
-        )
+        counts = crew.in_last_epoch[s, : len(b.y)] | (r.tally_epochs == "all")
         if not counts.any():
             return sums
-        said = self.lift(r.tally, "train_frozen", crew)(w, b, int(crew.size[s, : len(counts)][counts.cpu()].sum()))[0]  # type: ignore[arg-type]
-        return self.gather(sums, said, counts, len(crew.jobs))
+        said = self.lift(r.tally, "train_frozen", crew)(w, b, int(crew.size[s, : len(counts)][counts].sum()))[0]  # type: ignore[arg-type]
+        return self.gather(sums, said, counts.to(self.task.device), len(crew.jobs))
 
     def gather(self, total: Any, new: Any, counts: Tensor | None, k: int) -> Any:
         """Add the sums of those live clients for which this step counts (None: all)."""
@@ -373,8 +369,7 @@ class Batched(Engine):
         positions: list[list[Tensor]] = [[] for _ in jobs]
         with torch.no_grad():
             for crew, s, b, out in self.read(jobs):
-                sizes = b.mask.sum(1).long().tolist()
-                for i, (one, n) in enumerate(zip(unstack(out, len(b.y)), sizes)):
+                for i, (one, n) in enumerate(zip(unstack(out, len(b.y)), crew.size[s].tolist())):
                     parts[i].append(pytree.tree_map(lambda v, n=n: v[:n], one))
                     positions[i].append(crew.rows[s, i, :n])
         return [_in_order(p, torch.cat(at)) for p, at in zip(parts, positions)]
@@ -383,4 +378,4 @@ class Batched(Engine):
 def _in_order(parts: list[Any], read: Tensor) -> tuple[Any, Tensor]:
     """Rows by their position in the client's data."""
     order = read.argsort()
-    return pytree.tree_map(lambda *v: torch.cat(v)[order.to(v[0].device)], *parts), read[order]
+    return pytree.tree_map(lambda *v: torch.cat(v)[order], *parts), read[order]

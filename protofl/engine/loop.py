@@ -26,7 +26,12 @@ class Loop(Engine):
         }
         return [by_type[type(job.request)](job)]
 
-    def batch(self, job: Job, plan: Plan, s: int, full: Any = None) -> Batch:
+    def clock(self, plan: Plan) -> Tensor:
+        """[steps, 2]: epoch and step, as functions of a batch see them."""
+        told = torch.tensor([plan.epoch, range(len(plan.epoch))], dtype=self.task.dtype)
+        return told.to(self.task.device).mT
+
+    def batch(self, job: Job, plan: Plan, clock: Tensor, s: int, full: Any = None) -> Batch:
         """Step s; `full`: frozen features of every sample of the client."""
         size = plan.size[s]
         rows = plan.rows[s, :size]
@@ -36,14 +41,12 @@ class Loop(Engine):
         noise = plan.noise
         if noise is not None:
             noise = noise[s, :size] if job.request.noise.per == "row" else noise[s]
-            noise = noise.to(self.task.device)
-        like = self.task.scalar
-        return Batch(x, y, self.task.ones(size), frozen, noise, like(plan.epoch[s]), like(s))
+        return Batch(x, y, self.task.ones(size), frozen, noise, *clock[s])
 
     def train(self, job: Job) -> Any:
         r, client = job.request, job.client
         plan = self.training_plan(client, r)
-        epochs = plan.epoch[-1] + 1
+        epochs, clock = plan.epoch[-1] + 1, self.clock(plan)
         view = self.view(job, len(plan.size), epochs)
         groups = moving(r.groups, list(self.net.trainable(r.start)))
         names = [n for _, mine in groups for n in mine]
@@ -54,7 +57,7 @@ class Loop(Engine):
         full = self.frozen_features(job, view) if r.frozen and self.constant_features(r, plan) else None
         sums, terms = None, Tree()
         for s in range(len(plan.size)):
-            b = self.batch(job, plan, s, full)
+            b = self.batch(job, plan, clock, s, full)
             with torch.no_grad():
                 if r.frozen and full is None:
                     b = b._replace(frozen=self.asked(r.frozen, r.frozen_mode, len(b.y), b, view))
@@ -127,11 +130,11 @@ class Loop(Engine):
     def survey(self, job: Job) -> Any:
         r, total = job.request, None
         plan, w = self.reading_plan(job.client, r), r.w
-        view = self.view(job, len(plan.size), 1)
+        view, clock = self.view(job, len(plan.size), 1), self.clock(plan)
         with torch.no_grad():
             for s in range(len(plan.size)):
                 net = self.net.bound(r.mode)
-                total = add(total, r.fn(net, w, self.batch(job, plan, s), view))
+                total = add(total, r.fn(net, w, self.batch(job, plan, clock, s), view))
                 w = w | net.updates
                 self.count(net.passes, plan.size[s])
         return (total, w) if r.mode == "train" else total
@@ -139,11 +142,12 @@ class Loop(Engine):
     def collect(self, job: Job) -> Any:
         r = job.request
         plan = self.reading_plan(job.client, r)
-        view = self.view(job, len(plan.size), 1)
+        view, clock = self.view(job, len(plan.size), 1), self.clock(plan)
         with torch.no_grad():
             parts = [
-                self.asked(r.fn, r.mode, size, r.w, self.batch(job, plan, s), view) for s, size in enumerate(plan.size)
+                self.asked(r.fn, r.mode, size, r.w, self.batch(job, plan, clock, s), view)
+                for s, size in enumerate(plan.size)
             ]
         read = torch.cat([plan.rows[s, :size] for s, size in enumerate(plan.size)])
         order = read.argsort()
-        return pytree.tree_map(lambda *v: torch.cat(v)[order.to(v[0].device)], *parts), read[order]
+        return pytree.tree_map(lambda *v: torch.cat(v)[order], *parts), read[order]

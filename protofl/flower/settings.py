@@ -87,7 +87,7 @@ def read(setting: Setting, folder: Path) -> App:
     asked = protocol(setting)
     method = registry.Spec(path, tuple(table(setting, "options").items()), stored=cls).build(asked)
     adapted, data = method.adapt(asked), _no_data(setting)
-    made = App(method, adapted, run.network(asked, data), run.pipeline(adapted, data))
+    made = App(method, adapted, run.network(asked, data), run.pipeline(adapted, data).on(adapted.device))
     registry.check(method, asked, adapted, made.net)
     return made
 
