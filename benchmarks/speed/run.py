@@ -1,7 +1,7 @@
 """What protofl's rounds cost against bare PyTorch, by engine and against other suites: ratios of medians, runs interleaved.
 
     python benchmarks/speed/run.py floor W1 --data-dir DIR     # local training against the bare loop
-    python benchmarks/speed/run.py engines W3                  # loop against batched
+    python benchmarks/speed/run.py engines --data-dir DIR      # loop, batched, two processes, over nets and clients
     python benchmarks/speed/run.py parts --data-dir DIR        # with and without each optimisation
     python benchmarks/speed/run.py growth                      # 10 to 10,000 clients, 10 of them drawn a round
     python benchmarks/speed/run.py command                     # four runs on one and two workers; start-up
@@ -29,6 +29,7 @@ import sys
 import tempfile
 from collections.abc import Mapping
 from dataclasses import dataclass
+from itertools import product
 from pathlib import Path
 from typing import Any
 
@@ -37,7 +38,7 @@ from without import PARTS
 HERE = Path(__file__).parent
 WHAT = {
     "floor": "local training, a round",
-    "engines": "local training, a round",
+    "engines": "local training, a round; the ratio is to the loop in one process",
     "parts": "local training, a round, one process; the ratio is to the run without",
     "growth": "whole round with all that is stored, evaluation apart; 10 clients of 100 samples, 5 epochs, mlp",
     "command": "the command from outside, digits",
@@ -45,6 +46,16 @@ WHAT = {
     "suites": "a round of FedAvg, evaluation apart",
 }
 ROUNDS = {"floor": 2, "engines": 2, "parts": 2, "growth": 20, "command": 10, "ray": 12, "suites": 3}
+ENGINES = {
+    "mlp_plain, 50 clients": ["W3"],
+    "mlp_plain, 10 clients": ["W3", "clients=10"],
+    "mlp, 50 clients": ["W3", "model=mlp"],
+    "mlp, 10 clients": ["W3", "model=mlp", "clients=10"],
+    "cnn_fednh, 10 of 100 clients, 1 epoch": ["W2", "local_epochs=1"],
+    "simple_cnn, 10 clients": ["W1"],
+}
+"""What the engines are compared on: a workload, and what is changed of it. Where data are missing it is left out."""
+
 GROWING = ("fedavg", "fedproc", "moon", "scaffold")
 CLIENTS = (100, 10, 1000, 10000)
 SUITES = {
@@ -71,7 +82,7 @@ class Variant:
     python: str | None = None
 
 
-def variants(kind: str, workload: str) -> dict[str, Variant]:
+def variants(kind: str, workload: str, data_dir: str | None) -> dict[str, Variant]:
     """What is run, by name."""
     if kind == "floor":
         base = "bare PyTorch, two processes of one thread"
@@ -82,8 +93,13 @@ def variants(kind: str, workload: str) -> dict[str, Variant]:
             "protofl, one process": ["ours.py", workload, "--processes", "1"],
         }
     elif kind == "engines":
-        base = "loop"
-        made = {name: ["ours.py", workload, "--engine", name, "--processes", "1"] for name in ("loop", "batched")}
+        found = {}
+        for work, (of, *changes) in ENGINES.items():
+            if data_dir or of == "W3":
+                for n, engine in product("12", ("loop", "batched")):
+                    words = ["ours.py", of, "--engine", engine, "--processes", n, "--set", *changes]
+                    found[f"{work}: {engine}, processes: {n}"] = Variant(words, f"{work}: loop, processes: 1")
+        return found
     elif kind == "parts":
         found = {}
         for name, part in PARTS.items():
@@ -154,7 +170,7 @@ def once(variant: Variant, rounds: int, data_dir: str | None) -> Mapping[str, An
 def main() -> None:
     parser = argparse.ArgumentParser(description=__doc__, formatter_class=argparse.RawDescriptionHelpFormatter)
     parser.add_argument("kind", choices=sorted(WHAT))
-    parser.add_argument("workload", nargs="?", default="W3", help="W1, W2, W3; for floor, methods, engines, suites")
+    parser.add_argument("workload", nargs="?", default="W3", help="W1, W2, W3; for floor and suites")
     parser.add_argument("--repeat", type=int, default=3)
     parser.add_argument("--rounds", type=int)
     parser.add_argument("--data-dir")
@@ -171,7 +187,7 @@ def main() -> None:
             subprocess.run([sys.executable, str(HERE / "export.py"), *words], check=True)
             asked_for = others(asked.workload, task, envs)
         else:
-            asked_for = variants(asked.kind, asked.workload)
+            asked_for = variants(asked.kind, asked.workload, asked.data_dir)
         told: dict[str, list[Mapping[str, Any]]] = {name: [] for name in asked_for}
         for _ in range(asked.repeat):
             for name, variant in asked_for.items():
@@ -180,7 +196,7 @@ def main() -> None:
     seconds = {name: [v for one in many for v in one.get(key, one["seconds"])] for name, many in told.items()}
     import torch
 
-    on = f"{asked.workload}, " if asked.kind in ("floor", "engines", "suites") else ""
+    on = f"{asked.workload}, " if asked.kind in ("floor", "suites") else ""
     print(f"{on}{WHAT[asked.kind]}: medians over {asked.repeat} runs of {rounds} rounds; Python "
           f"{platform.python_version()}, torch {torch.__version__}, {torch.backends.cpu.get_cpu_capability()}\n")  # fmt: skip
     print(f"| variant | seconds | lowest | highest | samples/s | peak MB | ratio |{' accuracy |' if suites else ''}")
