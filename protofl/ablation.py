@@ -115,20 +115,33 @@ class Studied:
 def rows(
     method: Method, name: str, protocol: Protocol, choices: Sequence[str] = (), pairs: Sequence[Sequence[str]] = ()
 ) -> list[Row]:
-    """Every reading that differs from the method as it is set. choices: some of them alone; pairs: `a,b` in full.
+    """Every reading that differs from the method as it is set. choices: some alone, `a` or `a=reading`; pairs: `a,b` in full.
 
     With pairs and no choices, the pairs alone.
     """
     known = _choices(method, protocol)
-    for choice in (*choices, *(c for pair in pairs for c in pair)):
+    asked = [choice.partition("=")[::2] for choice in choices or ([] if pairs else known)]
+    for choice in (*(choice for choice, _ in asked), *(c for pair in pairs for c in pair)):
         if choice not in known:
             raise UserError(f"{name} has no open choice {choice!r}{nearest(choice, known)}; it has: {', '.join(known)}")
-    asked = list(choices) or ([] if pairs else list(known))
     crossed: list[Sequence[str]] = list(pairs) or ([] if choices else list(method.crossed))
-    made = [row for choice in asked for row in _readings(method, name, protocol, choice, known[choice])]
+    made = []
+    for choice, reading in asked:
+        others = list(_readings(method, name, protocol, choice, known[choice]))
+        wanted = [row for row in others if reading in ("", row.reading.partition(" (")[0])]
+        if reading and not wanted:
+            there = ", ".join(row.reading.partition(" (")[0] for row in others)
+            raise UserError(f"{choice}={reading} is no other reading of {name}'s {choice}, which has: {there}")
+        made += wanted
     alone = {tuple(row.changed.items()) for row in made}
     both = [row for pair in crossed for row in _cross(method, name, protocol, pair, known)]
     return made + [row for row in both if tuple(row.changed.items()) not in alone]
+
+
+def _named(choice: str) -> str:
+    """`a` or `a=reading` by its full name."""
+    name, equals, reading = choice.partition("=")
+    return ALIASES.get(name, name) + equals + reading
 
 
 def _choices(method: Method, protocol: Protocol) -> dict[str, tuple[Any, ...]]:
@@ -191,8 +204,8 @@ def study(settings: Settings, choices: Sequence[str] = (), pairs: Sequence[Seque
         raise UserError(f"an ablation is made in one setting: give one value of {', '.join(varied)}")
     base, name = cells(settings), registry.label(settings.methods[0])
     ready = run.prepare(base[0])
-    full = [tuple(ALIASES.get(c, c) for c in pair) for pair in pairs]
-    found = rows(ready.method, name, base[0].protocol, [ALIASES.get(c, c) for c in choices], full)
+    full = [tuple(map(_named, pair)) for pair in pairs]
+    found = rows(ready.method, name, base[0].protocol, [_named(c) for c in choices], full)
     made = []
     for row in found:
         one = Studied(row)

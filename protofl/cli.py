@@ -345,7 +345,8 @@ def _command() -> str:
 def ablate(
     method: Annotated[str, typer.Argument(help="A method (see `protofl methods`), METHOD+PLUGIN, or a file ./NAME.py.")],
     choices: Annotated[
-        Text, typer.Option(help="Open choices, with commas (see `protofl methods NAME`); default: all of them.")
+        Text, typer.Option(help="Open choices, `a` or one reading `a=reading`, with commas (see `protofl methods NAME`); "
+                          "default: all of them.")
     ] = None,
     pairs: Annotated[
         Optional[list[str]],  # noqa: UP045

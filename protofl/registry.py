@@ -183,8 +183,9 @@ def check_options(name: str, given: Iterable[str]) -> None:
 
 
 def check_choices(name: str, given: Iterable[str]) -> None:
-    """Refuse misspelt choices of an ablation: they are options of the method or protocol fields."""
-    check_options(name, [protocol.ALIASES.get(choice, choice) for choice in given])
+    """Refuse misspelt choices of an ablation, `a` or `a=reading`: they are options of the method or protocol fields."""
+    names = [choice.partition("=")[0] for choice in given]
+    check_options(name, [protocol.ALIASES.get(choice, choice) for choice in names])
 
 
 def _source(name: str) -> Path | None:

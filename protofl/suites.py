@@ -105,7 +105,7 @@ def read(asked: str, scale: str | None = None) -> Suite:
     _known(unknown, where)
     choices = own.get("choices", choices)
     if not _words(choices) or not (isinstance(pairs, list) and all(_words(pair) and len(pair) == 2 for pair in pairs)):
-        raise UserError(f"{where}: choices is a list of names, pairs a list of lists of two names")
+        raise UserError(f"{where}: choices is a list of names, or of NAME=READING, pairs a list of lists of two names")
     notes = [str(document["about"])] if "about" in document else []
     notes += [f"Scale {scale}." + (f" Cut: {own['cut']}" if "cut" in own else "")] if scale else []
     notes += (

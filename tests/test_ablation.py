@@ -320,6 +320,9 @@ def test_again_reuses_everything_and_an_archive_makes_the_same_report(made: Path
         (("fedprocc",), "did you mean 'fedproc'"),
         (("fedproc", "--choices", "proto_weightin"), "did you mean 'proto_weighting'"),
         (("fedproc", "--choices", "momentum"), "no open choice 'momentum'"),
+        (("fedproc", "--choices", "alpha_schedul=reverse"), "did you mean 'alpha_schedule'"),
+        (("fedproc", "--choices", "proto_weighting=counts"), "proto_weighting, which has: count"),
+        (("fedproc", "--choices", "proto_weighting=uniform"), "proto_weighting, which has: count"),
         (("fedproc", "--pairs", "z_normalize"), "--pairs takes two choices"),
         (("fedproc", "--beta", "0.1,0.5"), "one value of beta"),
         (("fedproc", "--methods", "moon"), "the one method that is named first"),
@@ -330,6 +333,17 @@ def test_again_reuses_everything_and_an_archive_makes_the_same_report(made: Path
 def test_wrong_words_are_refused(words: tuple[str, ...], said: str, tmp_path: Path) -> None:
     told = protofl("ablate", *words, cwd=tmp_path, code=2)
     assert said in told and told.count("\n") <= 1 and not (tmp_path / "results").exists()
+
+
+def test_single_readings_are_those_rows_of_their_choices() -> None:
+    wanted = ("alpha_schedule=gpc_only", "lr=0.1", "report=best", "alpha_schedule=linear_100", "preset=official_code")
+    ones = [one.row for one in ablation.study(settings("fedproc"), wanted)]
+    assert [(row.choice, row.reading.partition(" ")[0]) for row in ones] == [
+        ("alpha_schedule", "gpc_only"), ("client_lr", "0.1"), ("report", "best"), ("alpha_schedule", "linear_100"),
+        ("preset", "official_code"),
+    ]  # fmt: skip
+    every = [one.row for one in ablation.study(settings("fedproc"))]
+    assert all(row in every for row in ones)
 
 
 def test_a_dry_run_prices_and_runs_nothing(tmp_path: Path) -> None:

@@ -33,7 +33,7 @@ WANTED = {
     "fedproc-table6", "fedproc-figure4", "fedproc-figure5", "fednh-table1", "fednh-table3", "fednh-rho", "fedcspc-table1",
     "fedcspc-figure5", "fedcspc-figure6", "heterogeneity", "scalability", "pitfalls-fedproc", "pitfalls-fednh",
     "pitfalls-fedcspc", "pitfalls-moon", "pitfalls-fedproto", "pitfalls-scaffold", "smoke", "digits", "cifar10",
-    "cifar10-personal",
+    "cifar10-personal", "pitfalls-fedproc-cifar10",
 }  # fmt: skip
 
 
