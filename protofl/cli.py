@@ -106,8 +106,8 @@ def bench(
         str, typer.Option(help="Processes, one thread each, over runs, then over the clients of a round; auto: one a core.")
     ] = "auto",
     engine: Annotated[
-        Text, typer.Option(help="loop, batched or auto: how clients are computed; ray: the runs on a cluster of Ray "
-                                "(pip install 'protofl\\[ray]'); default: auto.")
+        Text, typer.Option(help="loop, batched, graphs (the loop, its step recorded; on a GPU) or auto: how clients are "
+                                "computed; ray: the runs on a cluster of Ray (pip install 'protofl\\[ray]'); default: auto.")
     ] = None,
     address: Annotated[
         Text, typer.Option(help="Of Ray: auto or IP:PORT of a cluster that this machine is a node of; default: "

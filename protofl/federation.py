@@ -115,7 +115,7 @@ class Federation:
                 shared, private = exchange.aggregate(server, self.shared, self.private, made.uploads)
             self.shared, self.private = self.shared | shared, self.private | private
             made.terms |= server.terms
-        made.seconds["aggregate"] = time.perf_counter() - began
+        made.seconds["aggregate"] = self.task.since(began)
         return made
 
     def _clients_part(self, program: Callable[..., Any], made: Round) -> None:

@@ -2,6 +2,7 @@
 
 from __future__ import annotations
 
+import time
 from collections.abc import Callable
 from typing import Any
 
@@ -12,7 +13,7 @@ from torch import Tensor
 from . import rng
 from .data.augment import Pipeline
 from .engine.base import Job
-from .engine.loop import Loop
+from .engine.rule import alone
 from .method import Client, Server, Task, Train
 from .nets import Net
 from .protocol import Protocol
@@ -63,6 +64,12 @@ class RunTask(Task):
         if n not in self._ones:
             self._ones[n] = torch.ones(n, dtype=self.dtype, device=self.device)
         return self._ones[n]
+
+    def since(self, began: float) -> float:
+        """Seconds since then, with all that a GPU has yet to do of what it was told: it answers before it has done it."""
+        if self.device.type == "cuda":
+            torch.cuda.synchronize(self.device)
+        return time.perf_counter() - began
 
     def rows(self, index: Tensor, drawn: Tensor | None) -> tuple[Any, Tensor]:
         """Samples at `index` [..., rows], augmented by the numbers drawn for them -> x [..., rows, C, H, W], y."""
@@ -174,7 +181,7 @@ class RunServer(Server):
         if request.noise is not None:
             request = _with_stream(request, stream)
         job = Job(client, _no_program, Tree(), Tree(), request=request)
-        weights: Tree = Loop(task).train(job)
+        weights: Tree = alone(task.protocol.engine)(task).train(job)
         self.terms = {"server_loss" if k == "loss" else k: float(v) for k, v in job.terms.items()}
         return weights
 

@@ -126,7 +126,9 @@ class Protocol:
     # arithmetic
     seed: int = number(0, 1, 2, low=0, high=2**32 - 1, why="the run seed", source="protocol 4.4")
     precision: str = choice("fp32", "fp64", why="fp64 for checks", source="protocol 4.1")
-    engine: str = choice("auto", "loop", "batched", why="a fixed rule of network and device", source="project")
+    engine: str = choice(
+        "auto", "loop", "batched", "graphs", why="a fixed rule of network and device", source="project"
+    )
     crew: int = number(16, low=1, why="clients per batched call, 4 times as many of a net below 256 kB; moves last bits",
                        source="project")  # fmt: skip
     device: str = value("cpu", why="cpu, cuda or cuda:N", source="project")
@@ -141,6 +143,8 @@ class Protocol:
         options.validate(self, "")
         if (self.partition == "file") != bool(self.partition_file):
             raise UserError("partition=file needs --partition-file FILE, and no other scheme takes one")
+        if self.engine == "graphs" and self.device == "cpu":
+            raise UserError("engine=graphs records the steps of a GPU: give --device cuda as well, or engine=loop")
         for metric in self.metrics:
             if metric not in METRICS:
                 raise UserError(f"metrics: {metric!r} is not one of {', '.join(METRICS)}{nearest(metric, METRICS)}")

@@ -29,12 +29,15 @@ def prepare(work: Workload, data_dir: str | None) -> tuple[Tensor, Tensor, list[
     return padded(x, work.augmented), torch.from_numpy(labels), sizes
 
 
-def rounds(work: Workload, threads: int, data_dir: str | None, share: int, of: int, count: int, pipe: Any) -> None:
+def rounds(
+    work: Workload, threads: int, device: str, data_dir: str | None, share: int, of: int, count: int, pipe: Any
+) -> None:  # fmt: skip
     """A process: its share of the clients of every round, on its threads."""
     torch.set_num_threads(threads)
-    x, y, sizes = prepare(work, data_dir)
+    images, labels, sizes = prepare(work, data_dir)
+    x, y = images.to(device), labels.to(device)
     mine = sorted(range(len(sizes)), key=lambda i: -sizes[i])[share::of]
-    model = NETS[work.net]()
+    model = NETS[work.net]().to(device)
     if not isinstance(model, MLP):
         model = model.to(memory_format=torch.channels_last)
     start = {k: v.clone() for k, v in model.state_dict().items()}
@@ -49,6 +52,8 @@ def rounds(work: Workload, threads: int, data_dir: str | None, share: int, of: i
             train(work, model, x[ends[i] : ends[i + 1]], y[ends[i] : ends[i + 1]])
             for k, v in model.state_dict().items():
                 total[k] += v * (sizes[i] / sum(sizes))
+        if device != "cpu":
+            torch.cuda.synchronize(device)
         pipe.send(None)
 
 
@@ -57,6 +62,7 @@ def main() -> None:
     parser.add_argument("workload", choices=sorted(WORKLOADS))
     parser.add_argument("--processes", type=int, default=2)
     parser.add_argument("--threads", type=int, default=1)
+    parser.add_argument("--device", default="cpu")
     parser.add_argument("--rounds", type=int, default=2)
     parser.add_argument("--data-dir")
     asked = parser.parse_args()
@@ -64,9 +70,10 @@ def main() -> None:
     pipes, processes = [], []
     for share in range(asked.processes):
         mine, theirs = context.Pipe()
-        given = (work, asked.threads, asked.data_dir, share, asked.processes, asked.rounds, theirs)
+        given = (work, asked.threads, asked.device, asked.data_dir, share, asked.processes, asked.rounds, theirs)
         processes.append(context.Process(target=rounds, args=given))
         processes[-1].start()
+        theirs.close()  # else a process that has failed is waited for
         pipes.append(mine)
     for pipe in pipes:
         pipe.recv()

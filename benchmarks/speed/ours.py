@@ -23,6 +23,7 @@ def main() -> None:
     parser.add_argument("workload", choices=sorted(WORKLOADS))
     parser.add_argument("--method", default="fedavg")
     parser.add_argument("--engine", default="auto")
+    parser.add_argument("--device", default="cpu")
     parser.add_argument("--processes", type=int, default=2)
     parser.add_argument("--rounds", type=int, default=3)
     parser.add_argument("--data-dir")
@@ -35,7 +36,7 @@ def main() -> None:
         workers.warm(["protofl.bench"])
     cell = cells(
         WORKLOADS[asked.workload], asked.method, asked.data_dir,
-        rounds=asked.rounds + 1, eval_every=asked.rounds + 1, engine=asked.engine,
+        rounds=asked.rounds + 1, eval_every=asked.rounds + 1, engine=asked.engine, device=asked.device,
         **dict(one.split("=", 1) for one in asked.set),
     )  # fmt: skip
     at = []

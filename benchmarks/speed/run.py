@@ -2,6 +2,7 @@
 
     python benchmarks/speed/run.py floor W1 --data-dir DIR     # local training against the bare loop
     python benchmarks/speed/run.py engines --data-dir DIR      # loop, batched, two processes, over nets and clients
+    python benchmarks/speed/run.py floor W1 --device cuda --data-dir DIR   # these two on a GPU, with graphs, in one process
     python benchmarks/speed/run.py parts --data-dir DIR        # with and without each optimisation
     python benchmarks/speed/run.py growth                      # 10 to 10,000 clients, 10 of them drawn a round
     python benchmarks/speed/run.py command                     # four runs on one and two workers; start-up
@@ -33,6 +34,7 @@ from itertools import product
 from pathlib import Path
 from typing import Any
 
+import torch
 from without import PARTS
 
 HERE = Path(__file__).parent
@@ -56,6 +58,7 @@ ENGINES = {
 }
 """What the engines are compared on: a workload, and what is changed of it. Where data are missing it is left out."""
 
+ON_GPU = ("loop", "batched", "graphs")
 GROWING = ("fedavg", "fedproc", "moon", "scaffold")
 CLIENTS = (100, 10, 1000, 10000)
 SUITES = {
@@ -80,6 +83,23 @@ class Variant:
     words: list[str]
     base: str
     python: str | None = None
+
+
+def on_gpu(kind: str, workload: str, data_dir: str | None, device: str) -> dict[str, Variant]:
+    """The bare loop and the engines on a GPU, by name: one process, since there is one GPU."""
+    place, found = ["--device", device, "--processes", "1"], {}
+    if kind == "floor":
+        base = "bare PyTorch"
+        found[base] = Variant(["floor.py", workload, *place], base)
+        for engine in ON_GPU:
+            found[f"protofl, {engine}"] = Variant(["ours.py", workload, *place, "--engine", engine], base)
+        return found
+    for work, (of, *changes) in ENGINES.items():
+        if data_dir or of == "W3":
+            for engine in ON_GPU:
+                words = ["ours.py", of, *place, "--engine", engine, "--set", *changes]
+                found[f"{work}: {engine}"] = Variant(words, f"{work}: loop")
+    return found
 
 
 def variants(kind: str, workload: str, data_dir: str | None) -> dict[str, Variant]:
@@ -174,10 +194,15 @@ def main() -> None:
     parser.add_argument("--repeat", type=int, default=3)
     parser.add_argument("--rounds", type=int)
     parser.add_argument("--data-dir")
+    parser.add_argument("--device", default="cpu", help="for floor and engines: cuda, cuda:N")
     parser.add_argument(
         "--env", type=interpreter, action="append", default=[], metavar="NAME=PYTHON", help="for suites"
     )
     asked = parser.parse_args()
+    if asked.device != "cpu" and asked.kind not in ("floor", "engines"):
+        parser.error(f"--device is for floor and engines, not for {asked.kind}")
+    if asked.device != "cpu" and not torch.cuda.is_available():
+        parser.error(f"--device {asked.device}: torch finds no GPU on this machine")
     suites, envs = asked.kind == "suites", dict(asked.env)
     rounds = asked.rounds or ROUNDS[asked.kind]
     with tempfile.TemporaryDirectory() as folder:
@@ -186,6 +211,8 @@ def main() -> None:
             words = [asked.workload, task, *(["--data-dir", asked.data_dir] if asked.data_dir else [])]
             subprocess.run([sys.executable, str(HERE / "export.py"), *words], check=True)
             asked_for = others(asked.workload, task, envs)
+        elif asked.device != "cpu":
+            asked_for = on_gpu(asked.kind, asked.workload, asked.data_dir, asked.device)
         else:
             asked_for = variants(asked.kind, asked.workload, asked.data_dir)
         told: dict[str, list[Mapping[str, Any]]] = {name: [] for name in asked_for}
@@ -194,11 +221,12 @@ def main() -> None:
                 told[name].append(once(variant, rounds, asked.data_dir))
     key = "wall" if suites else "seconds"
     seconds = {name: [v for one in many for v in one.get(key, one["seconds"])] for name, many in told.items()}
-    import torch
-
     on = f"{asked.workload}, " if asked.kind in ("floor", "suites") else ""
+    where = (
+        torch.backends.cpu.get_cpu_capability() if asked.device == "cpu" else torch.cuda.get_device_name(asked.device)
+    )
     print(f"{on}{WHAT[asked.kind]}: medians over {asked.repeat} runs of {rounds} rounds; Python "
-          f"{platform.python_version()}, torch {torch.__version__}, {torch.backends.cpu.get_cpu_capability()}\n")  # fmt: skip
+          f"{platform.python_version()}, torch {torch.__version__}, {where}\n")  # fmt: skip
     print(f"| variant | seconds | lowest | highest | samples/s | peak MB | ratio |{' accuracy |' if suites else ''}")
     print(f"|---|---:|---:|---:|---:|---:|---:|{'---:|' if suites else ''}")
     for name, values in seconds.items():

@@ -231,7 +231,7 @@ class Engine:
             raise
         except Exception as e:
             raise described(e, getattr(function, "__qualname__", str(function)), jobs) from e
-        self.seconds["train" if isinstance(request, Train) else "prototype"] += time.perf_counter() - began
+        self.seconds["train" if isinstance(request, Train) else "prototype"] += self.task.since(began)
         return answers
 
     # -- shared by both --------------------------------------------------------------------------------------------

@@ -3,6 +3,7 @@
 from __future__ import annotations
 
 from collections.abc import Callable
+from dataclasses import dataclass, field
 from typing import Any
 
 import torch
@@ -12,6 +13,27 @@ from torch.utils import _pytree as pytree
 from ..method import Batch, Collect, Group, Survey, Train, View
 from ..tree import Tree
 from .base import READ, Engine, Job, Plan, add, moving, split_loss, trains
+
+
+@dataclass
+class Visit:
+    """A client's training under way: what its steps share, and what they change.
+
+    names: the parameters that move; moves: whether an encoder is among them; last: the last epoch; full: frozen features
+    of every sample, where they are constant. momenta, w, sums and terms (of the loss) change.
+    """
+
+    job: Job
+    view: View
+    groups: list[tuple[Group, list[str]]]
+    names: list[str]
+    moves: bool
+    last: int
+    full: Any
+    momenta: Tree
+    w: Tree
+    sums: Any = None
+    terms: Tree = field(default_factory=Tree)
 
 
 class Loop(Engine):
@@ -44,56 +66,71 @@ class Loop(Engine):
         return Batch(x, y, self.task.ones(size), frozen, noise, *clock[s])
 
     def train(self, job: Job) -> Any:
-        r, client = job.request, job.client
-        plan = self.training_plan(client, r)
-        epochs, clock = plan.epoch[-1] + 1, self.clock(plan)
-        view = self.view(job, len(plan.size), epochs)
+        r = job.request
+        plan = self.training_plan(job.client, r)
+        visit = self.visit(job, plan)
+        self.steps(visit, plan, self.clock(plan))
+        self.keep_momenta(job, visit.momenta)
+        job.terms = job.terms | (visit.terms / len(plan.size) if r.recorded else Tree())
+        w = visit.w.map(Tensor.detach)
+        return (w, visit.sums) if r.tally else w
+
+    def visit(self, job: Job, plan: Plan) -> Visit:
+        """A client's training before its first step."""
+        r, last = job.request, plan.epoch[-1]
+        view = self.view(job, len(plan.size), last + 1)
         groups = moving(r.groups, list(self.net.trainable(r.start)))
         names = [n for _, mine in groups for n in mine]
-        moves = trains(names, self.net)
         w = r.start | {k: r.start[k].clone().requires_grad_() for k in names}
         kept = self.kept_momenta(job)
         momenta = Tree({k: kept[k].clone() if k in kept else torch.zeros_like(w[k]) for k in names})
         full = self.frozen_features(job, view) if r.frozen and self.constant_features(r, plan) else None
-        sums, terms = None, Tree()
-        for s in range(len(plan.size)):
-            b = self.batch(job, plan, clock, s, full)
-            with torch.no_grad():
-                if r.frozen and full is None:
-                    b = b._replace(frozen=self.asked(r.frozen, r.frozen_mode, len(b.y), b, view))
-                if r.tally and (r.tally_epochs == "all" or plan.epoch[s] == epochs - 1):
-                    sums = add(sums, self.asked(r.tally, "train_frozen", len(b.y), w, b, view))
-            net = self.net.bound(r.mode, moves=moves)
-            loss, parts = split_loss(r.loss(net, w, b, view))
-            grads = torch.autograd.grad(loss, [w[k] for k in names], materialize_grads=True) if names else ()
-            with torch.no_grad():
-                seen = Tree(loss=loss.detach()) | parts.map(Tensor.detach)
-                terms = add(terms, seen) if terms else seen.map(Tensor.clone)  # a term may be a parameter
-                self.step(r, groups, w, Tree(zip(names, grads)), momenta, job, view, plan.epoch[s])
-                w = w | net.updates
-            self.count(net.passes, len(b.y))
-        self.keep_momenta(job, momenta)
-        job.terms = job.terms | (terms / len(plan.size) if r.recorded else Tree())
-        w = w.map(Tensor.detach)
-        return (w, sums) if r.tally else w
+        return Visit(job, view, groups, names, trains(names, self.net), last, full, momenta, w)
 
-    def step(
-        self, r: Train, groups: list[tuple[Group, list[str]]], w: Tree, g: Tree, momenta: Tree,
-        job: Job, view: View, epoch: int,
-    ) -> None:  # fmt: skip
+    def steps(self, visit: Visit, plan: Plan, clock: Tensor) -> None:
+        """All of a visit."""
+        for s in range(len(plan.size)):
+            self.advance(visit, plan, clock, s)
+
+    def tallies(self, visit: Visit, plan: Plan, s: int) -> bool:
+        """Whether something is gathered on the way in step s."""
+        r = visit.job.request
+        return bool(r.tally) and (r.tally_epochs == "all" or plan.epoch[s] == visit.last)
+
+    def advance(self, visit: Visit, plan: Plan, clock: Tensor, s: int) -> None:
+        """Step s of a visit."""
+        r, view, names = visit.job.request, visit.view, visit.names
+        b = self.batch(visit.job, plan, clock, s, visit.full)
+        with torch.no_grad():
+            if r.frozen and visit.full is None:
+                b = b._replace(frozen=self.asked(r.frozen, r.frozen_mode, len(b.y), b, view))
+            if self.tallies(visit, plan, s):
+                visit.sums = add(visit.sums, self.asked(r.tally, "train_frozen", len(b.y), visit.w, b, view))
+        net, w = self.net.bound(r.mode, moves=visit.moves), visit.w
+        loss, parts = split_loss(r.loss(net, w, b, view))
+        grads = torch.autograd.grad(loss, [w[k] for k in names], materialize_grads=True) if names else ()
+        with torch.no_grad():
+            seen = Tree(loss=loss.detach()) | parts.map(Tensor.detach)
+            visit.terms = add(visit.terms, seen) if visit.terms else seen.map(Tensor.clone)  # a term may be a parameter
+            self.step(visit, Tree(zip(names, grads)), plan.epoch[s])
+            visit.w = w | net.updates
+        self.count(net.passes, len(b.y))
+
+    def step(self, visit: Visit, g: Tree, epoch: int) -> None:
         """One SGD step, in place on the moving entries of w (protocol 4.1)."""
+        r, client, view, w = visit.job.request, visit.job.client, visit.view, visit.w
         if r.correct:
             g = r.correct(g, w.like(g), view)
-        for limit, mine in self.clips(groups, job.client):
+        for limit, mine in self.clips(visit.groups, client):
             norm = torch.stack([g[k].square().sum() for k in mine]).sum().sqrt()
             g = g | g.like(mine) * (limit / (norm + 1e-6)).clamp_max(1)
         if r.after_clip:
             g = r.after_clip(g, w.like(g), view)
         before = w.like(g).map(lambda v: v.detach().clone()) if r.after_step else Tree()
-        for group, mine in groups:
-            lr, rho, decay, _ = self.setting(group, job.client)
-            lr = job.client.rate(epoch) if job.client.rate and group.lr is None else lr
-            p, m = [w[k] for k in mine], [momenta[k] for k in mine]
+        for group, mine in visit.groups:
+            lr, rho, decay, _ = self.setting(group, client)
+            lr = client.rate(epoch) if client.rate and group.lr is None else lr
+            p, m = [w[k] for k in mine], [visit.momenta[k] for k in mine]
             d: Any = [g[k] for k in mine]
             if decay:
                 d = torch._foreach_add(d, p, alpha=decay)

@@ -11,7 +11,7 @@ from dataclasses import dataclass
 
 from ..errors import UserError, nearest
 
-ENGINES = ("auto", "loop", "batched", "ray")
+ENGINES = ("auto", "loop", "batched", "graphs", "ray")
 """What --engine takes: how clients are computed, or where runs are."""
 
 

@@ -134,7 +134,7 @@ def test_a_run_elsewhere_is_stored_and_resumed(name: str, tmp_path: Path, monkey
 
 
 @gpu
-@engines
+@pytest.mark.parametrize("engine", [*ENGINES, "graphs"])
 @pytest.mark.parametrize("precision", ["fp64", "fp32"])
 @pytest.mark.parametrize("name", registry.names())
 def test_a_gpu_agrees(name: str, precision: str, engine: str) -> None:

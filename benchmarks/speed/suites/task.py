@@ -85,15 +85,18 @@ def padded(x: Tensor, augmented: bool) -> Tensor:
 
 
 def batches(steps: Steps, x: Tensor, y: Tensor) -> Iterator[tuple[Tensor, Tensor]]:
-    """One epoch in a new order. Images are cropped and flipped by index arithmetic, into channels-last memory."""
-    at = torch.arange(32)
-    for rows in torch.randperm(len(y)).split(steps.batch):
+    """One epoch in a new order. Images are cropped and flipped by index arithmetic, into channels-last memory.
+
+    All of it where the samples are.
+    """
+    at = torch.arange(32, device=x.device)
+    for rows in torch.randperm(len(y), device=x.device).split(steps.batch):
         n = len(rows)
         if n < steps.batch and steps.drop_last:
             continue
         if steps.augmented:
-            i = torch.randint(0, 9, (n, 1)) + at
-            j = torch.randint(0, 9, (n, 1)) + torch.where(torch.rand(n, 1) < 0.5, 31 - at, at)
+            i, j = torch.randint(0, 9, (2, n, 1), device=x.device)
+            i, j = i + at, j + torch.where(torch.rand(n, 1, device=x.device) < 0.5, 31 - at, at)
             yield x[rows[:, None, None], i[:, :, None], j[:, None, :]].permute(0, 3, 1, 2), y[rows]
         else:
             yield x[rows], y[rows]
