@@ -18,7 +18,7 @@ BEGIN, END = "<!-- results: written by results/tabulate.py -->", "<!-- end of re
 
 def archives() -> list[Path]:
     """The committed results, tables and ablations."""
-    return sorted((ROOT / "results").glob("*.tar.xz"))
+    return sorted((ROOT / "results").glob("*.tar.xz"), key=lambda path: path.name.removesuffix(".tar.xz"))
 
 
 def written() -> str:

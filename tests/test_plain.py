@@ -13,8 +13,10 @@ import pytest
 from test_cli import spawned
 
 from protofl.records import read_rows
+from protofl.report import asked
 
 SCRIPT = Path(__file__).with_name("plain_fedavg.py")
+RESULTS = SCRIPT.parent.parent / "results"
 DATA = Path(os.environ.get("PROTOFL_DATA", ""))
 ROUNDS, SEEDS, POINTS = 20, (0, 1), 1.5
 
@@ -22,6 +24,17 @@ ROUNDS, SEEDS, POINTS = 20, (0, 1), 1.5
 def test_the_script_is_short_and_knows_nothing_of_protofl() -> None:
     text = SCRIPT.read_text("utf-8")
     assert len(text.splitlines()) <= 80 and "import protofl" not in text and "from protofl" not in text
+
+
+def test_the_reference_runs_are_where_the_script_is() -> None:
+    """CIFAR-10, 100 rounds of one epoch, the committed runs of both: the last round, and the last ten, within 1.5 points."""
+    theirs = [r["gm"] for r in read_rows(RESULTS / "plain-fedavg-cifar10.jsonl")]
+    runs = asked.find([RESULTS / "cifar10.tar.xz"]).runs
+    ours = [[r["gm"] for r in run.rounds if r.get("gm") is not None] for run in runs if run.method == "fedavg"]
+    assert len(theirs) == 100 and [len(one) for one in ours] == [100] * 3
+    for last in (1, 10):
+        mean = statistics.fmean(statistics.fmean(one[-last:]) for one in ours)
+        assert abs(mean - statistics.fmean(theirs[-last:])) < POINTS / 100
 
 
 @pytest.mark.slow

@@ -88,7 +88,7 @@ def _ahead(made: Report, s: Setting, metric: str) -> str:
         return ""
     first, second = rows[top[0]], rows[rest[0]]
     margin = first["mean"] - second["mean"]
-    populations = {describe.population(entries[k]) for k in rows} if metric != "gm" else set()
+    populations = {describe.population(entries[k]) for k in (top[0], rest[0])} if metric != "gm" else set()
     unlike = all(len(set(told)) > 1 for told in zip(*populations))  # where all are drawn, the active clients are all
     beside = "populations differ: not comparable" if populations and unlike else _beside(margin, first, second)
     return (

@@ -203,3 +203,12 @@ def test_names_are_escaped(write: Write, made: Made) -> None:
     lines, table = parts(made())
     assert lines[1].startswith(r"Highest GM: &lt;b&gt;\*x\*\|, 60.00 %")
     assert [cells[0].text for cells in table.rows] == ["<b>*x*|", "FedAvg"]
+
+
+def test_a_third_population_says_nothing_of_the_two_that_are_compared(write: Write, made: Made, line: Any) -> None:
+    for method, asked, reached in (("fedavg", "active", 0.5), ("fedproc", "active", 0.6), ("moon", "all", 0.4)):
+        counted = 4 if asked == "active" else 10
+        rows = [line(0, 0.5, range(4), pm_v=reached, pm_clients=counted)]
+        write(method, 0, [0.5], rows=rows, document={"adapted": {"pm_clients": asked}})
+    told = next(text for text in parts(made())[0] if "PM(V): FedProc" in text)
+    assert told.endswith("10.00 points above FedAvg.")
