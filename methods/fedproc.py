@@ -212,7 +212,7 @@ class FedProc(FedAvg):
         if positives is not table:
             u = torch.where(mine, cosines(z, positives.values), u)
         u = u / self.gpc_temperature
-        top = u.gather(1, y[:, None])[:, 0]
+        top = -F.nll_loss(u, y, reduction="none")  # the backward pass of gather may wait for a GPU
         total = torch.where(mine | table.has, u, -torch.inf).logsumexp(1)
         if self.gpc_denominator == "literal_double":
             total = torch.logaddexp(total, top)

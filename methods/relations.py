@@ -78,7 +78,7 @@ def point(p: Places, tau: float) -> Tensor:
     """L_P: cross-entropy of cos(h, U_c)/tau over the valid prototypes."""
     along = p.h @ (unit(p.table.values, LEAST).mT / tau)  # |h| is divided out of [rows, K], not of [rows, d]
     sims = torch.where(p.table.has, along * inverse(torch.linalg.vector_norm(p.h, dim=-1, keepdim=True)), LOWEST)
-    return average(sims.logsumexp(-1) - sims.gather(-1, p.y[:, None])[:, 0], p.ok)
+    return average(sims.logsumexp(-1) + F.nll_loss(sims, p.y, reduction="none"), p.ok)
 
 
 # ---- differences of norms and angles (the paper) -----------------------------------------------------------

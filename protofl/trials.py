@@ -79,9 +79,11 @@ def images() -> tuple[Tensor, Tensor, list[Tensor]]:
     return torch.from_numpy(x), y, parts
 
 
-def transform(*augment: str, shape: tuple[int, int, int] = SHAPE) -> Pipeline:
-    """Images to float64."""
-    return Pipeline(augment, (0.5,), (0.25,), 255.0, shape, torch.float64)
+def transform(
+    *augment: str, shape: tuple[int, int, int] = SHAPE, dtype: torch.dtype = torch.float64
+) -> Pipeline:  # fmt: skip
+    """Images to floats."""
+    return Pipeline(augment, (0.5,), (0.25,), 255.0, shape, dtype)
 
 
 # ---- scenes ---------------------------------------------------------------------------------------------------------

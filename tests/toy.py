@@ -8,6 +8,7 @@ from harness import Harnessed, federation
 from torch.utils import _pytree as pytree
 
 from protofl import registry
+from protofl.handles import DTYPES
 from protofl.nets.base import Net
 from protofl.protocol import Protocol
 from protofl.tree import Tree
@@ -20,8 +21,9 @@ __all__ = ["AWKWARD", "CLASSES", "SHAPE", "SIZES", "ToyBN", "build", "everything
 def toy(method: Any, *, engine: str = "loop", net: Net | None = None, augment: bool = True, **fields: Any) -> Harnessed:
     """The federation, ready to run; `method`: a name, or a method."""
     x, y, parts = images()
-    pipeline = transform("hflip", "rotate15") if augment else transform()
     protocol = {**AWKWARD, **fields}
+    dtype = DTYPES[protocol.get("precision", "fp64")]
+    pipeline = transform(*(("hflip", "rotate15") if augment else ()), dtype=dtype)
     made = build(method, **protocol) if isinstance(method, str) else method
     there = pipeline.on(protocol.get("device", "cpu"))
     return federation(made, net or ToyBN(), x, y, parts, engine=engine, augment=there, **protocol)

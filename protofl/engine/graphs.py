@@ -8,6 +8,7 @@ from __future__ import annotations
 
 import contextlib
 import dataclasses
+import functools
 import gc
 from collections import Counter
 from collections.abc import Callable, Iterator
@@ -38,13 +39,19 @@ class Recorder:
         self.device = device
         self.stream: torch.cuda.Stream = torch.cuda.Stream(device)  # type: ignore[no-untyped-call]
         self.latest: torch.cuda.CUDAGraph | None = None  # its memory serves the next one, since no two run at a time
+        self.failed: list[torch.cuda.CUDAGraph] = []  # PyTorch's allocator goes on to ask them
 
     @contextlib.contextmanager
     def apart(self) -> Iterator[None]:
         """What runs within follows on all before it, and has ended when this ends: then graphs may be freed."""
         self.stream.wait_stream(torch.cuda.current_stream(self.device))
-        with torch.cuda.stream(self.stream):
-            yield
+        try:
+            with torch.cuda.stream(self.stream):
+                yield
+        except BaseException:
+            with contextlib.suppress(RuntimeError):  # what was raised first says why
+                self.stream.synchronize()
+            raise
         self.stream.synchronize()
 
     def record(self, step: Callable[[], None]) -> Callable[[], None]:
@@ -57,6 +64,7 @@ class Recorder:
             try:
                 step()
             except BaseException:
+                self.failed.append(graph)
                 with contextlib.suppress(RuntimeError):  # says that there is no graph, and not why
                     graph.capture_end()
                 raise
@@ -66,6 +74,12 @@ class Recorder:
                 gc.enable()
         self.latest = graph
         return graph.replay
+
+
+@functools.cache
+def recorder(device: torch.device) -> Recorder:
+    """The one of this process: a stream has memory of its own, and the server trains with an engine of its own."""
+    return Recorder(device)
 
 
 @dataclasses.dataclass
@@ -83,7 +97,7 @@ class Graphs(Loop):
 
     def __init__(self, task: RunTask) -> None:
         super().__init__(task)
-        self.recorder = Recorder(task.device)
+        self.recorder = recorder(task.device)
         self.recorded: dict[Kind, Recorded] = {}  # of the latest visit
 
     def train(self, job: Job) -> Any:

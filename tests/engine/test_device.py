@@ -7,6 +7,7 @@ one, sums run in another order: 1e-9 in float64, and in float32 as much as three
 from __future__ import annotations
 
 from collections import Counter
+from collections.abc import Iterator
 from pathlib import Path
 from typing import Any
 
@@ -19,6 +20,7 @@ from toy import build, everything, gap, outputs, toy
 
 from protofl import records, registry, run
 from protofl.data.augment import Pipeline
+from protofl.engine import graphs
 from protofl.experiment import Settings, cells
 from protofl.rng import train
 
@@ -133,13 +135,27 @@ def test_a_run_elsewhere_is_stored_and_resumed(name: str, tmp_path: Path, monkey
     assert rows(there, tmp_path / "there") == rows(here, tmp_path / "here")
 
 
+@pytest.fixture
+def prepared() -> Iterator[None]:
+    """The process as a run has it: deterministic, without short cuts in float32."""
+    before = torch.get_deterministic_debug_mode()
+    run.set_up_process()
+    graphs.recorder.cache_clear()
+    yield
+    torch.set_deterministic_debug_mode(before)
+
+
 @gpu
+@pytest.mark.usefixtures("prepared")
 @pytest.mark.parametrize("engine", [*ENGINES, "graphs"])
 @pytest.mark.parametrize("precision", ["fp64", "fp32"])
 @pytest.mark.parametrize("name", registry.names())
 def test_a_gpu_agrees(name: str, precision: str, engine: str) -> None:
-    fields = {**SHORT, "precision": precision}
-    runs = [toy(build(name, QUICK.get(name)), engine=engine, device=d, **fields).run() for d in ("cpu", "cuda")]
+    alone = engine == "graphs"
+    fields = {**SHORT, "precision": precision, **({"local_epochs": 5} if alone else {})}
+    ways = (("loop" if alone else engine, "cpu"), (engine, "cuda"))
+    runs = [toy(build(name, QUICK.get(name)), engine=e, device=d, **fields).run() for e, d in ways]
+    assert not alone or graphs.recorder(torch.device("cuda")).latest is not None
     here, there = ([everything(r), outputs(r)] for r in runs)
     home = pytree.tree_map(lambda v: v.cpu() if isinstance(v, torch.Tensor) else v, there)
     assert gap(home, here) < (1e-9 if precision == "fp64" else 1e-2)
