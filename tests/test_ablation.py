@@ -296,7 +296,7 @@ def test_the_page_names_what_cannot_act_and_where_it_can(made: Path) -> None:
     text = page.read_text()
     assert "Cannot act in this setting" in text and "--participation 0.2" in text
     assert "Equal by construction" not in text and "2 seeds (0, 1)" in text
-    assert "With fewer than 5 seeds no interval" in text
+    assert "With fewer than 5 seeds no interval" in text and "points: mean over seeds" in text
 
 
 def test_again_reuses_everything_and_an_archive_makes_the_same_report(made: Path, tmp_path: Path) -> None:

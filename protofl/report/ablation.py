@@ -133,7 +133,7 @@ def _effect(
     made: Report, metric: str, word: str, effects: Sequence[Effect], rows: Sequence[Row], runs: Mapping[str, Run]
 ) -> list[Block]:  # fmt: skip
     """The table of effects on one metric, and their picture."""
-    split = _split(effects)
+    split, intervals = _split(effects), any(e.found.low is not None for e in effects)
     heads = ["choice", "reading", "default", "difference", "95 % interval", "same sign", "n", "curves part", "remark"]
     shown = [_cells(e, split) for e in effects]
     lost = [row for row in rows if row["runs"] and not any(e.row is row for e in effects)]
@@ -142,7 +142,7 @@ def _effect(
         "±: sd of the differences over seeds, n-1." if any(e.found.n > 1 for e in effects) else "",
         f"Intervals of the paired t-test, not corrected for the {len(effects)} rows: of twenty choices that do nothing one is "
         "expected to look as if it did."
-        if any(e.found.low is not None for e in effects)
+        if intervals
         else f"With fewer than {stats.FEWEST} seeds no interval is given.",
         "*Curves part*: the first evaluated round in which any seed differs from the default / all seeds do.",
         f"**Another split of the same data moves the default by up to {100 * split[0]:.2f} points** (sd over the splits "
@@ -155,7 +155,7 @@ def _effect(
     table = Table(name, f"Effects on {word}", heads, shown, " ".join(filter(None, notes)), left=3)
     data = _frame(effects)
     caption = (
-        f"{word}, reading minus default, points: mean and 95 % interval over seeds"
+        f"{word}, reading minus default, points: mean {'and 95 % interval ' if intervals else ''}over seeds"
         + ("; grey: what another split of the same data does to the default." if split else ".")
     )  # fmt: skip
     used = [runs[d] for e in effects for d in e.row["runs"].values() if d in runs]
