@@ -120,19 +120,19 @@ def rows(
     With pairs and no choices, the pairs alone.
     """
     known = _choices(method, protocol)
-    asked = [choice.partition("=")[::2] for choice in choices or ([] if pairs else known)]
-    for choice in (*(choice for choice, _ in asked), *(c for pair in pairs for c in pair)):
+    asked = [choice.partition("=") for choice in dict.fromkeys(choices or ([] if pairs else known))]
+    for choice in (*(choice for choice, _, _ in asked), *(c for pair in pairs for c in pair)):
         if choice not in known:
             raise UserError(f"{name} has no open choice {choice!r}{nearest(choice, known)}; it has: {', '.join(known)}")
     crossed: list[Sequence[str]] = list(pairs) or ([] if choices else list(method.crossed))
-    made = []
-    for choice, reading in asked:
+    made: list[Row] = []
+    for choice, single, reading in asked:
         others = list(_readings(method, name, protocol, choice, known[choice]))
-        wanted = [row for row in others if reading in ("", row.reading.partition(" (")[0])]
-        if reading and not wanted:
+        wanted = [row for row in others if not single or row.reading.partition(" (")[0] == reading]
+        if single and not wanted:
             there = ", ".join(row.reading.partition(" (")[0] for row in others)
             raise UserError(f"{choice}={reading} is no other reading of {name}'s {choice}, which has: {there}")
-        made += wanted
+        made += [row for row in wanted if row not in made]
     alone = {tuple(row.changed.items()) for row in made}
     both = [row for pair in crossed for row in _cross(method, name, protocol, pair, known)]
     return made + [row for row in both if tuple(row.changed.items()) not in alone]

@@ -322,6 +322,7 @@ def test_again_reuses_everything_and_an_archive_makes_the_same_report(made: Path
         (("fedproc", "--choices", "momentum"), "no open choice 'momentum'"),
         (("fedproc", "--choices", "alpha_schedul=reverse"), "did you mean 'alpha_schedule'"),
         (("fedproc", "--choices", "proto_weighting=counts"), "proto_weighting, which has: count"),
+        (("fedproc", "--choices", "proto_weighting="), "proto_weighting, which has: count"),
         (("fedproc", "--choices", "proto_weighting=uniform"), "proto_weighting, which has: count"),
         (("fedproc", "--pairs", "z_normalize"), "--pairs takes two choices"),
         (("fedproc", "--beta", "0.1,0.5"), "one value of beta"),
@@ -344,6 +345,8 @@ def test_single_readings_are_those_rows_of_their_choices() -> None:
     ]  # fmt: skip
     every = [one.row for one in ablation.study(settings("fedproc"))]
     assert all(row in every for row in ones)
+    twice = ablation.study(settings("fedproc"), ("report=best", "report", "report=best", "report"))
+    assert [one.row.reading for one in twice] == ["best", "mean_last_5"]
 
 
 def test_a_dry_run_prices_and_runs_nothing(tmp_path: Path) -> None:
