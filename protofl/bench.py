@@ -28,7 +28,7 @@ RATE = 4e10
 """Multiply-adds per second and process, for the estimate of --dry-run."""
 
 STEP_SECONDS = {"loop": 6e-3, "batched": 5e-4, "graphs": 5e-4}
-"""What a client's step costs beside its multiply-adds, by engine."""
+"""What a client's step costs beside its multiply-adds, by engine; that of graphs, which needs a GPU, is a guess."""
 
 
 @dataclass(frozen=True)

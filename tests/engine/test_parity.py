@@ -14,7 +14,7 @@ from toy import ToyBN, build, everything, gap, outputs, toy
 from protofl import options, registry
 from protofl.engine import batched as engine_module
 from protofl.engine.batched import Batched
-from protofl.engine.rule import choose
+from protofl.engine.rule import alone, choose
 from protofl.errors import UserError
 from protofl.tree import Tree
 
@@ -199,3 +199,8 @@ def test_auto_is_a_fixed_rule() -> None:
     assert choose("auto", "simple_cnn", "cpu") == "loop"
     assert choose("auto", "simple_cnn", "cuda") == "batched"
     assert choose("loop", "mlp", "cpu") == "loop"
+    assert choose("graphs", "mlp", "cuda") == "graphs"
+
+
+def test_the_server_trains_one_client() -> None:
+    assert [alone(engine).__name__ for engine in ("loop", "batched", "graphs")] == ["Loop", "Loop", "Graphs"]
